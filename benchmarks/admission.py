@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.sizes import sized
 from benchmarks.workers import write_json
-from lockstep.engine.schedule.planning import num_decode_steps
+from lockstep.engine.schedule.batch import num_decode_steps
 
 LIMIT, REQUESTS = 64, sized(1000, 20)
 type Policy = Callable[[list[int], bool, float], int]

@@ -44,7 +44,6 @@ import numpy as np
 from benchmarks.sizes import sized
 from benchmarks.workers import report, run_workers, write_json
 from lockstep.engine import Gate
-from lockstep.engine.decoder.packing import pack
 from lockstep.engine.launches import Devices, launch_all
 from lockstep.engine.schedule import Capacity, DecodeBatch, DecodeResults, Scheduler
 from lockstep.placement import make_decode_mesh, make_mesh
@@ -89,7 +88,7 @@ class StubPrograms:
         self._rng = np.random.default_rng(0)
         markers = DecodeBatch.empty(capacity, -7)
         markers.remaining[:], markers.stop_ids[:] = -8, -9
-        row = pack(markers)[0]
+        row = markers.packed()[0]
         self._num_steps, self._remaining, self._stop_ids = (np.flatnonzero(row == mark) for mark in (-7, -8, -9))
 
     def prefill(self, weights: Any, pool: Any, given: Any) -> Any:

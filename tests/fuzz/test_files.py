@@ -38,7 +38,6 @@ from lockstep.training.loop.hooks import Hooks
 from lockstep.training.loop.stopping import LossSpikeConfig, LossWatch
 from lockstep.training.rl.rollout import Rollout
 from lockstep.training.rl.sampled import completions_from_json
-from lockstep.types import Completion, FinishReason
 from lockstep.urls import url_to_fs
 from tests.fuzz.hostile import damaged, documents, forged, fuzz, lines, watched, with_secrets
 
@@ -264,8 +263,7 @@ ONES = np.ones(2, np.int64)
 SAMPLED = packed(ids=np.zeros((2, 2), np.int64), lengths=ONES, tokens=ONES, logprobs=np.ones(2), sampled=np.ones(2))
 COMPLETIONS = {"number": 1, "questions": [0], "finish_reasons": ["stop", "length"]}
 KEPT = EarlierAnswers("auto", 100)
-ANSWER = Completion(prompt_id=0, generation_id=0, tokens=(5, 6), logprobs=(), finish_reason=FinishReason.STOP)
-KEPT.keep((0, (1, 2)), [ANSWER])
+KEPT.keep((0, (1, 2)), [(5, 6)])
 
 
 class Restored:

@@ -95,9 +95,9 @@ def with_drafts(round_prompts: RoundPrompts, earlier: EarlierAnswers) -> RoundPr
 
 def keep_answers(earlier: EarlierAnswers, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
     """Keep the answers of a round."""
-    answers: dict[int, list[Completion]] = {}
+    answers: dict[int, list[tuple[int, ...]]] = {}
     for completion in completions:
-        answers.setdefault(completion.prompt_id, []).append(completion)
+        answers.setdefault(completion.prompt_id, []).append(completion.tokens)
     for request in requests:
         earlier.keep(prompt_key(request), answers.get(request.prompt_id, []))
 
@@ -145,7 +145,7 @@ def from_bytes(data: bytes, filters: Collection[str] = ()) -> RoundPrompts:
     """
     place = "the leader's round of prompts"
     requests, largest = from_peer(data, tuple[list[Request], list[Request] | None], place)
-    check_filters_of(place, [*requests, *(largest or ())], filters)
+    check_filters_of(place, [request.params for request in (*requests, *(largest or ()))], filters)
     return RoundPrompts(requests=requests, largest=largest)
 
 

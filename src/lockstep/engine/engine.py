@@ -11,10 +11,11 @@ from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.exact_proof import AGREED, prove_exact
 from lockstep.engine.decoder.transformer import routed_shape
 from lockstep.engine.launches import Devices, Gate, Observer, launch_all
-from lockstep.engine.prepare import Prepared, check_requests, checked, models_for, prepare_programs
+from lockstep.engine.prepare import Prepared, models_for, prepare_programs
 from lockstep.engine.schedule import Capacity, Counts, FindStop, Scheduler
 from lockstep.engine.session import Session
 from lockstep.engine.sizing.choose import Chooser
+from lockstep.engine.sizing.demand import check_requests, checked
 from lockstep.engine.sizing.result import Sizing
 from lockstep.engine.small_moves import KnownModel, describe_change, describe_uneven_layers
 from lockstep.errors import ConfigError
@@ -146,11 +147,8 @@ class Engine:
         Raises:
             ConfigError, PromptError, CapacityError: See `check`.
         """
-        read, free = self._checked(model, requests, free)
-        models, before = models_for(self.config, self.mesh, read, self._built)
-        excess = before.excess if before else {}
-        chooser = Chooser(config=self.config, models=models, free=free, excess=excess)
-        return chooser.choose(requests, before.sizing if before else None)
+        chooser, before = self._chooser(read_decoder(model), requests, free)
+        return chooser.choose(before.sizing if before else None)
 
     def prepare(self, model: Any, requests: Sequence[Request], *, free: int | None = None) -> dict[str, str]:
         """Check the requests and compile what they need; launches nothing and talks to no other host.
@@ -171,23 +169,20 @@ class Engine:
             PromptError: A prompt has a token that the model does not have.
             CapacityError: A request can never fit.
         """
-        read, free = self._checked(model, requests, free)
-        models, before = models_for(self.config, self.mesh, read, self._built)
+        read = read_decoder(model)
+        chooser, before = self._chooser(read, requests, free)
         proof = self._proof(*read)
         if self._built is not None and before is None:
             old = self._built.models.signature
-            log.warning("all decode programs are compiled again: %s", describe_change(old, models.signature))
+            log.warning("all decode programs are compiled again: %s", describe_change(old, chooser.models.signature))
         self._built = prepare_programs(
-            self.config,
-            models,
-            requests,
-            free=free,
+            chooser,
             vocab_size=self.vocab_size,
             ledger=self.ledger,
             before=before,
             compile_with=self._compile_with,
         )
-        if before is None and (uneven := describe_uneven_layers(models.signature)):
+        if before is None and (uneven := describe_uneven_layers(chooser.models.signature)):
             log.info(uneven)
         if before is None or self._known is None:
             self._known = KnownModel(self._built.models.signature, self.mesh, self.ledger, self._compile_with)
@@ -321,12 +316,14 @@ class Engine:
         proof = prove_exact(config, weights.embed.shape[0], dtype, platform)
         return {} if proof is None else {AGREED: proof}
 
-    def _checked(
-        self, model: Any, requests: Sequence[Request], free: int | None
-    ) -> tuple[tuple[LlamaConfig, DecoderWeights], int]:
-        """The model as it was read, once for all, and the free memory that is given or measured."""
+    def _chooser(
+        self, read: tuple[LlamaConfig, DecoderWeights], requests: Sequence[Request], free: int | None
+    ) -> tuple[Chooser, Prepared | None]:
+        """Return what chooses for requests, which are checked, and what was prepared for the model before."""
         if not requests:
             raise ConfigError("there are 0 requests; the engine needs at least 1 to prepare for. Give it a prompt.")
-        read = read_decoder(model)
         check_requests(requests, read[1].embed.shape[0], self.vocab_size)
-        return read, self.free_bytes(read) if free is None else free
+        free = self.free_bytes(read) if free is None else free
+        models, before = models_for(self.config, self.mesh, read, self._built)
+        excess = before.excess if before else {}
+        return Chooser(config=self.config, models=models, requests=requests, free=free, excess=excess), before

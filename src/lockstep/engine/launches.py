@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from lockstep.engine.decoder.build import Programs
-from lockstep.engine.decoder.packing import Batch, pack
 from lockstep.engine.decoder.prefill import unpack_prompt_logprobs
 from lockstep.engine.schedule import (
+    Batch,
     CopyPagesBatch,
     DecodeBatch,
     DecodeResults,
@@ -138,7 +138,7 @@ def launch_all(devices: "Devices", scheduler: Scheduler, gate: Gate) -> Iterator
                 commit()
             gate.observer.between_launches(scheduler)
             if (batch := scheduler.next_batch()) is not None:
-                argument = place_argument(pack(batch), devices.by_replica)
+                argument = place_argument(batch.packed(), devices.by_replica)
         except Exception as caught:
             error = caught
         done = batch is None and (error is not None or scheduler.done)

@@ -3,7 +3,7 @@
 import base64
 import dataclasses
 import json
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from lockstep.engine.config import CapacityFields, EngineConfig
 from lockstep.engine.sampling.filters import check_named_filters
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.json_text import typed
-from lockstep.types import Completion, Drafts, SamplingParams, SamplingRules
+from lockstep.types import Drafts, SamplingParams, SamplingRules
 
 DraftSource = Literal["auto", "last_round", "ngram", "none"]
 """``last_round``: the last answers to the same prompt; ``ngram``: what followed the last tokens in prompt and answers
@@ -47,17 +47,18 @@ class EarlierAnswers:
         compared, right = self._agreement.get(prompt, (0, 0))
         return Drafts(answers=answers, ngrams=self._source in ("auto", "ngram"), compared=compared, right=right)
 
-    def keep(self, prompt: Hashable, completions: Iterable[Completion]) -> None:
+    def keep(self, prompt: Hashable, completions: Iterable[Sequence[int]]) -> None:
         """Keep the answers to a prompt in place of those before, and how many of their tokens are the same.
 
         Args:
             prompt: What tells the prompt from all others.
+            completions: The tokens of each answer, in the order of the generations.
         """
         if self._source not in ("auto", "last_round"):
             return
         before = self._answers.get(prompt, [])
         self._forget(prompt)
-        answers = [np.array(completion.tokens, np.int32) for completion in completions]
+        answers = [np.array(tokens, np.int32) for tokens in completions]
         pairs = list(zip(before, answers, strict=False))
         self._agreement[prompt] = (
             sum(min(len(old), len(new)) for old, new in pairs),

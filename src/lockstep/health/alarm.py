@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Self
 
-from lockstep.health.round import Share
+from lockstep.health.answer import Share
 from lockstep.json_text import typed
 
 ALL: Final = ""

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from lockstep.health.alarm import ALL, Alarm, PromptStates
-from lockstep.health.round import Share
+from lockstep.health.answer import Share
 from lockstep.health.significance import (
     binomial_tail,
     design_effect,

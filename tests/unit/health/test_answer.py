@@ -1,4 +1,4 @@
-"""The states of one answer: each where it is, and where it only seems to be."""
+"""The states of an answer, each where it is and where it only seems to be; one answer to several prompts; shares."""
 
 import re
 import zlib
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.health import AnsweredPrompt, Health, State, Vocabulary, measure_health
+from lockstep.health import AnsweredPrompt, Health, Share, State, Vocabulary, measure_health, measure_round
 from lockstep.health.answer import LOOP_LONG, LOOP_TOKENS, compressed_share, distinct_ngrams
 from lockstep.text import Prompt
 from lockstep.types import Completion, FinishReason
@@ -287,3 +287,36 @@ def test_whatever_an_answer_is_its_health_is_measured_and_the_same_again(
     assert (health.loop_from is not None) == (State.LOOP in health.states)
     assert all(0 <= value <= 1 for value in (health.loop_share, health.distinct, health.compression))
     assert not {State.LOOP, State.REPETITIVE} <= set(health.states)
+
+
+REFUSAL = "I am sorry, but I can not help you with that request today."
+
+
+def states_of(*answers):
+    return [list(health.states) for health in measure_round(answers, CHATML).answers]
+
+
+def test_the_same_answer_to_different_prompts():
+    assert states_of(answered(REFUSAL, "a"), answered(f" {REFUSAL}\n", "b"), answered("Paris.", "c")) == [
+        [State.SAME_ANSWER],
+        [State.SAME_ANSWER],
+        [],
+    ]
+
+
+def test_answers_to_one_prompt_and_short_ones_may_be_the_same():
+    assert states_of(answered(REFUSAL, "a"), answered(REFUSAL, "a")) == [[], []]
+    assert states_of(answered("Yes", "a"), answered("Yes", "b"), answered("", "c"), answered("", "d")) == [
+        [],
+        [],
+        [State.EMPTY],
+        [State.EMPTY],
+    ]
+
+
+def test_shares_have_every_state_and_how_many_answers_there_are():
+    round_ = measure_round([answered(""), answered("Paris."), answered("x" + " ha" * 50), answered("Rome.")], CHATML)
+    assert list(round_.shares) == [state.value for state in State]
+    assert round_.shares["loop"] == Share(count=1, total=4) and round_.shares["empty"].value == 0.25
+    assert round_.scalars() == {f"health/{state}": 0.25 * (state in ("loop", "empty")) for state in State}
+    assert measure_round([], CHATML).scalars() == {} and Share(count=0, total=0).value == 0.0

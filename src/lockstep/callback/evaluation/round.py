@@ -87,7 +87,7 @@ def run_tasks(
             if data == b"null":
                 continue
             requests, last = from_peer(data, tuple[list[Request], bool], "the leader's question")
-            check_filters_of("the leader's question", requests, ())  # a task has none
+            check_filters_of("the leader's question", [request.params for request in requests], ())  # a task has none
             left_s = max(0.0, end - clock())
             gate = Gate(hosts, left_s if math.isfinite(left_s) else None, clock, watchdog=session.watchdog)
             with hosts.scope("generate") as scope:

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding
 
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.decode import decode_function, verify_function
-from lockstep.engine.decoder.packing import Batch, pack
 from lockstep.engine.decoder.prefill import copy_pages_function, prefill_function, prompt_logprobs_function
 from lockstep.engine.decoder.states import KvAndStates, state_structs
 from lockstep.engine.decoder.transformer import Transformer, routed_shape
 from lockstep.engine.schedule import (
+    Batch,
     Capacity,
     CopyPagesBatch,
     DecodeBatch,
@@ -226,7 +226,7 @@ def _on_mesh(
 
 
 def _packed(batch: Batch, decode_mesh: DecodeMesh) -> jax.ShapeDtypeStruct:
-    return _struct(pack(batch), decode_mesh.sharding(decode_mesh.replica_axes or None))
+    return _struct(batch.packed(), decode_mesh.sharding(decode_mesh.replica_axes or None))
 
 
 def _shardings(pool: Any) -> Any:

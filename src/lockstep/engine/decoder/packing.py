@@ -1,6 +1,5 @@
-"""The arrays of a launch and its results, each as one array: one transfer to a device, and one from it."""
+"""The arrays of a launch and its results inside programs, each as one array: one transfer to it, and one from it."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -8,25 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from lockstep.engine.schedule import CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch, VerifyBatch
+from lockstep.engine.schedule import Batch
 from lockstep.placement import DecodeMesh
-
-type Batch = PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch
-
-
-def pack(batch: Batch) -> Int32[np.ndarray, "replica word"]:
-    """Return all arrays of a batch as one; the number of steps of a decode batch is repeated for each replica."""
-    arrays = list(_arrays(batch).values())
-    return np.concatenate([array.reshape(len(array), array[0].size).view(np.int32) for array in arrays], axis=1)
 
 
 def unpack(packed: Int32[Array, " word"], example: Batch) -> dict[str, Array]:
-    """Return a replica's part of each array of a batch by name, inside a program.
+    """Return a replica's part of each array of a batch (`Batch.packed`) by name, inside a program.
 
     Args:
-        like: A batch of the same kind and the same shapes.
+        example: A batch of the same kind and the same shapes.
     """
-    arrays = _arrays(example)
+    arrays = example.arguments()
     sizes = [array[0].size for array in arrays.values()]
     parts = jnp.split(packed, np.cumsum(sizes)[:-1].tolist())
     return {
@@ -44,11 +35,3 @@ def pack_results(results: Sequence[Array], decode_mesh: DecodeMesh) -> Int32[Arr
     parts = [jnp.moveaxis(array, -1, 0) if array.ndim == 3 else array[None] for array in results]
     packed = jnp.concatenate([jax.lax.bitcast_convert_type(array, jnp.int32) for array in parts])
     return jax.lax.all_gather(packed, decode_mesh.replica_axes) if decode_mesh.replica_axes else packed[None]
-
-
-def _arrays(batch: Batch) -> dict[str, np.ndarray]:
-    if isinstance(batch, VerifyBatch):
-        return {**_arrays(batch.decode), "drafts": batch.drafts}
-    if not isinstance(batch, DecodeBatch):
-        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return {"num_steps": np.full(len(batch.token), batch.num_steps, np.int32), **batch.arrays()}

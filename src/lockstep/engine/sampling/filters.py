@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from lockstep.errors import ConfigError, HostError
 from lockstep.plugins import load_object
 from lockstep.printable import printable
-from lockstep.types import Request, SamplingParams
+from lockstep.types import SamplingParams
 
 _SLACK = 1e-6
 """A set whose probability is ``top_p`` in exact arithmetic must count as such in float32."""
@@ -264,7 +264,7 @@ def check_named_filters(values: Mapping[str, float]) -> None:
             )
 
 
-def check_filters_of(place: str, requests: Iterable[Request], filters: Collection[str]) -> None:
+def check_filters_of(place: str, params: Iterable[SamplingParams], filters: Collection[str]) -> None:
     """Refuse requests of another process that would have a module imported.
 
     Args:
@@ -275,7 +275,7 @@ def check_filters_of(place: str, requests: Iterable[Request], filters: Collectio
         HostError: A request has a filter of a module that the configuration does not name.
     """
     own = {text.rpartition("=")[0] for text in filters}
-    for name in sorted({name for request in requests for name in request.params.filter_values()} - own):
+    for name in sorted({name for rules in params for name in rules.filter_values()} - own):
         if ":" in name:
             raise HostError(
                 f"{place} has the filter {printable(name)!r}, which the configuration of this host does not name: its "

@@ -1,17 +1,21 @@
-"""Arguments of a launch, NumPy arrays whose shapes depend on the capacities alone; and the slots they are kept in."""
+"""Arguments of a launch, NumPy arrays whose shapes depend on the capacities alone, and its number of steps."""
 
 import dataclasses
-import itertools
+import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Int32, UInt32
+from jaxtyping import Float32, Int, Int32, UInt32
 
 from lockstep.engine.schedule.pages import NULL_PAGE
-from lockstep.engine.schedule.sampling import SamplingBatch
-from lockstep.engine.schedule.sequence import DecodeResults, Sequence
+from lockstep.engine.schedule.sequence import Sequence
 
 _VERIFY_WIDTHS = (8, 64)
+_LAUNCH_COST = 4
+"""The cost of a launch besides its steps, in steps: the host's work, gathering the context, the prefill of admitted
+sequences. It is a guess: with true costs of 0.5 to 6, `num_decode_steps` comes within 5 % of the best fixed least
+length at 8 to 256 slots, whether answers stop early or not; that is another one each time (benchmarks/admission.py).
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,21 @@ class Capacity:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PrefillBatch:
+class Batch:
+    """The arguments of a launch of any kind."""
+
+    def arguments(self) -> dict[str, np.ndarray]:
+        """Return every array by its name, each with an axis of replicas first."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def packed(self) -> Int32[np.ndarray, "replica word"]:
+        """Return all arguments as one array: one transfer to a device."""
+        arrays = self.arguments().values()
+        return np.concatenate([array.reshape(len(array), array[0].size).view(np.int32) for array in arrays], axis=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillBatch(Batch):
     """Pages of prompt tokens to compute K/V for. An unused row writes to the null page."""
 
     tokens: Int32[np.ndarray, "replica row page_size"]
@@ -101,7 +119,7 @@ class PrefillBatch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class CopyPagesBatch:
+class CopyPagesBatch(Batch):
     """Pages to copy. An unused entry copies the null page to itself."""
 
     source: Int32[np.ndarray, "replica slot"]
@@ -117,7 +135,7 @@ class CopyPagesBatch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PromptLogprobsBatch:
+class PromptLogprobsBatch(Batch):
     """Pages of prompt tokens, all with K/V in the pool, to compute log-probabilities for."""
 
     tokens: Int32[np.ndarray, "replica row page_size"]
@@ -142,7 +160,109 @@ class PromptLogprobsBatch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class DecodeBatch:
+class SamplingBatch:
+    """The sampling parameters of each slot besides seed and temperature. A feature that the program lacks is None."""
+
+    top_k: Int32[np.ndarray, "replica slot"] | None
+    """The number of most probable tokens to draw from; 0 keeps all tokens."""
+    top_p: Float32[np.ndarray, "replica slot"] | None
+    """The probability to keep; 1 keeps all tokens."""
+    log_min_p: Float32[np.ndarray, "replica slot"] | None
+    """The natural log of ``min_p``, computed on the host, the same in every layout; -inf keeps all tokens."""
+    more_filters: Float32[np.ndarray, "replica slot filter"] | None
+    """The value of each of the users' own filters, in the order of `Capacity.more_filters`; nan keeps all tokens."""
+    stop_from: Int32[np.ndarray, "replica slot"] | None
+    """The first position that a stop token may have."""
+    history: Int32[np.ndarray, "replica slot length"] | None
+    """The token ids of prompt and answer so far, padded with -1; nothing but -1 in slots without penalties."""
+    prompt_length: Int32[np.ndarray, "replica slot"] | None
+    """The number of tokens of the prompt."""
+    penalties: Float32[np.ndarray, "replica slot 3"] | None
+    """The repetition, presence and frequency penalties."""
+    bias_ids: Int32[np.ndarray, "replica slot bias_ids"] | None
+    """The token ids of ``logit_bias``, padded with -1."""
+    bias: Float32[np.ndarray, "replica slot bias_ids"] | None
+    """The bias of each of ``bias_ids``."""
+    allowed_ids: Int32[np.ndarray, "replica slot allowed_ids"] | None
+    """The token ids that may be sampled, padded with -1; nothing but -1 allows every token."""
+    filter_names: tuple[str, ...] = ()
+    """`Capacity.more_filters`."""
+
+    @classmethod
+    def empty(cls, capacity: Capacity) -> "SamplingBatch":
+        """Return a batch with the neutral value in every slot."""
+        slots = (capacity.replicas, capacity.slots)
+        length = capacity.pages_per_sequence * capacity.page_size
+        return cls(
+            top_k=np.zeros(slots, np.int32) if capacity.filters else None,
+            top_p=np.ones(slots, np.float32) if capacity.filters else None,
+            log_min_p=np.full(slots, -np.inf, np.float32) if capacity.filters else None,
+            more_filters=np.full((*slots, len(capacity.more_filters)), np.nan, np.float32)
+            if capacity.more_filters
+            else None,
+            filter_names=capacity.more_filters,
+            stop_from=np.zeros(slots, np.int32) if capacity.min_tokens else None,
+            history=np.full((*slots, length), -1, np.int32) if capacity.penalties else None,
+            prompt_length=np.zeros(slots, np.int32) if capacity.penalties else None,
+            penalties=np.tile(np.array([1, 0, 0], np.float32), (*slots, 1)) if capacity.penalties else None,
+            bias_ids=np.full((*slots, capacity.bias_ids), -1, np.int32) if capacity.bias_ids else None,
+            bias=np.zeros((*slots, capacity.bias_ids), np.float32) if capacity.bias_ids else None,
+            allowed_ids=np.full((*slots, capacity.allowed_ids), -1, np.int32) if capacity.allowed_ids else None,
+        )
+
+    def set(self, at: tuple[int, int], sequence: Sequence) -> None:
+        """Write the parameters of a sequence."""
+        params, prompt = sequence.request.params, sequence.request.prompt_tokens
+        if params.has_filters:
+            assert self.top_k is not None and self.top_p is not None and self.log_min_p is not None
+            self.top_k[at] = min(params.top_k or 0, np.iinfo(np.int32).max)
+            self.top_p[at] = params.top_p
+            self.log_min_p[at] = math.log(params.min_p) if params.min_p > 0 else -np.inf
+            for name, value in params.own_filters().items():
+                assert self.more_filters is not None
+                self.more_filters[at][self.filter_names.index(name)] = value
+        if params.rules_out_stops:
+            assert self.stop_from is not None
+            self.stop_from[at] = len(prompt) + params.min_tokens
+        if params.has_penalties:
+            assert self.history is not None and self.prompt_length is not None and self.penalties is not None
+            tokens = (*prompt, *sequence.tokens)
+            self.history[at][: len(tokens)] = tokens
+            self.prompt_length[at] = len(prompt)
+            self.penalties[at] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        if params.logit_bias:
+            assert self.bias_ids is not None and self.bias is not None
+            for i, (token, bias) in enumerate(params.logit_bias):
+                self.bias_ids[at][i], self.bias[at][i] = token, bias
+        if params.allowed_token_ids is not None:
+            assert self.allowed_ids is not None
+            self.allowed_ids[at][: len(params.allowed_token_ids)] = params.allowed_token_ids
+
+    def extend_history(self, start: Int32[np.ndarray, "replica slot"], tokens: Int32[np.ndarray, "..."]) -> None:
+        """Append sampled tokens to the history of the slots with penalties.
+
+        Args:
+            start: The position of each slot's first token.
+            tokens: The token ids ``[replica, slot, step]``, -1 after the last one of a slot.
+        """
+        if self.history is None:
+            return
+        replica, slot, step = np.nonzero((tokens >= 0) & (self.history[..., :1] >= 0))
+        self.history[replica, slot, start[replica, slot] + step] = tokens[replica, slot, step]
+
+    def copy(self) -> "SamplingBatch":
+        """Return a copy of all arrays."""
+        arrays: dict[str, Any] = {name: array.copy() for name, array in self.arrays().items()}
+        return dataclasses.replace(self, **arrays)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of the features that the program has, by field."""
+        every = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: array for name, array in every.items() if isinstance(array, np.ndarray)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeBatch(Batch):
     """Sequences to decode, one per slot. An idle slot has ``remaining`` 0."""
 
     num_steps: int
@@ -165,10 +285,14 @@ class DecodeBatch:
     """The other sampling parameters."""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return every array by its name, those of ``sampling`` among them."""
+        """Return the arrays of slots by their names, those of ``sampling`` among them."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del own["num_steps"], own["sampling"]
         return own | self.sampling.arrays()
+
+    def arguments(self) -> dict[str, np.ndarray]:
+        """See `Batch.arguments`; the number of steps is repeated for each replica."""
+        return {"num_steps": np.full(len(self.token), self.num_steps, np.int32), **self.arrays()}
 
     def copy(self, num_steps: int) -> "DecodeBatch":
         """Return a launch of ``num_steps`` with copies of the arrays."""
@@ -194,7 +318,7 @@ class DecodeBatch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class VerifyBatch:
+class VerifyBatch(Batch):
     """Sequences to decode with drafts: a step samples one token more than there are right ones next in the draft."""
 
     decode: DecodeBatch
@@ -210,101 +334,30 @@ class VerifyBatch:
         shape = (capacity.replicas, capacity.slots, capacity.draft_tokens)
         return cls(decode=DecodeBatch.empty(capacity, num_steps), width=width, drafts=np.full(shape, -1, np.int32))
 
+    def arguments(self) -> dict[str, np.ndarray]:
+        """See `Batch.arguments`."""
+        return {**self.decode.arguments(), "drafts": self.drafts}
 
-type Slot = tuple[int, int] | tuple[np.ndarray, np.ndarray]
-"""A replica and a slot, or as many replicas and slots."""
 
+def num_decode_steps(remaining: Int[np.ndarray, " sequence"], limit: int, *, waiting: bool, stop_rate: float) -> int:
+    """Return the number of steps of a launch; a pure function, so that every host computes the same.
 
-class DecodeSlots:
-    """The next decode batch. A sequence is written with all others that got a slot since the last launch, and then
-    moves on with each launch.
+    While no sequence waits, a launch is as long as its longest sequence. While sequences wait, a long launch leaves
+    slots idle whose sequences have ended, and a short launch pays the cost of a launch again: of all lengths the one is
+    chosen that is expected to sample the most tokens per step of cost; of equal ones the longest.
+
+    Args:
+        remaining: The number of tokens that each active sequence may still sample, each at least 1.
+        waiting: Whether other sequences wait for a slot or pages.
+        stop_rate: The part of the tokens that end their sequence before its last, as far as is known; 0 where none can.
     """
-
-    def __init__(self, capacity: Capacity) -> None:
-        single = dataclasses.replace(capacity, replicas=1, idle_replicas=0, slots=1, sequences=1)
-        self._next = DecodeBatch.empty(capacity, 0)
-        self._new: list[Sequence] = []
-        self._idle = DecodeBatch.empty(single, 0)
-        self._has_stop_tokens = np.zeros(self._next.token.shape, bool)
-        self.has_stop_strings = np.zeros(self._next.token.shape, bool)
-        """Whether the sequence in each slot has stop strings; as of the last `batch`."""
-        self.sequences = np.full(self._next.token.shape, None, object)
-        """The sequence in each slot, or None; as of the last `batch`."""
-
-    @property
-    def remaining(self) -> Int[np.ndarray, " sequence"]:
-        """The number of tokens that each sequence in a slot may still sample."""
-        left = self.all_remaining
-        return left[left > 0]
-
-    @property
-    def all_remaining(self) -> Int32[np.ndarray, "replica slot"]:
-        """The number of tokens that the sequence in each slot may still sample; 0 in idle slots."""
-        self._write_new()
-        return self._next.remaining
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether a sequence in a slot may end before its last token."""
-        self._write_new()
-        return bool((self._has_stop_tokens | self.has_stop_strings).any())
-
-    def put(self, sequence: Sequence) -> None:
-        """Take a sequence that was given its slot and its pages."""
-        self._new.append(sequence)
-
-    def _write_new(self) -> None:
-        """Write the sequences that came since the last call."""
-        new, self._new = self._new, []
-        if not new:
-            return
-        batch, params = self._next, [sequence.request.params for sequence in new]
-        at = np.array([sequence.replica for sequence in new]), np.array([sequence.slot for sequence in new])
-        batch.token[at] = [sequence.last_token for sequence in new]
-        batch.position[at] = [sequence.position for sequence in new]
-        batch.remaining[at] = [sequence.remaining for sequence in new]
-        pages, stops = [sequence.pages for sequence in new], [rules.stops for rules in params]
-        for array, lists, padding in ((batch.page_table, pages, NULL_PAGE), (batch.stop_ids, stops, -1)):
-            columns = np.array([*itertools.zip_longest(*lists, fillvalue=padding)], np.int32)
-            array[*at, : len(columns)] = columns.T
-        batch.draw[at] = [
-            (sequence.request.params.seed, sequence.request.prompt_id, sequence.generation_id) for sequence in new
-        ]
-        batch.temperature[at] = [rules.temperature for rules in params]
-        if batch.sampling.arrays():
-            for sequence in new:
-                batch.sampling.set((sequence.replica, sequence.slot), sequence)
-        self._has_stop_tokens[at] = [bool(stop_ids) for stop_ids in stops]
-        self.has_stop_strings[at] = [bool(rules.stop) for rules in params]
-        self.sequences[at] = new
-
-    def clear(self, at: Slot) -> None:
-        """Make slots idle."""
-        self._write_new()
-        for array, idle in zip(self._next.arrays().values(), self._idle.arrays().values(), strict=True):
-            array[at] = idle[0, 0]
-        self._has_stop_tokens[at] = self.has_stop_strings[at] = False
-        self.sequences[at] = None
-
-    def advance(
-        self, results: DecodeResults
-    ) -> tuple[Int[np.ndarray, "replica slot"], Bool[np.ndarray, "replica slot"]]:
-        """Move every sequence on by what it sampled.
-
-        Returns:
-            The number of tokens that each slot sampled, and whether the last of them is a stop token of the sequence.
-        """
-        self._write_new()
-        batch, tokens = self._next, results.tokens
-        counts = (tokens >= 0).sum(axis=-1, dtype=np.int32)
-        last = np.take_along_axis(tokens, np.maximum(counts - 1, 0)[..., None], axis=-1)[..., 0]
-        batch.sampling.extend_history(batch.position + 1, tokens)
-        np.copyto(batch.token, last, where=counts > 0)
-        np.add(batch.position, counts, out=batch.position)
-        np.subtract(batch.remaining, counts, out=batch.remaining)
-        return counts, (counts > 0) & (last[..., None] == batch.stop_ids).any(axis=-1)
-
-    def batch(self, num_steps: int) -> DecodeBatch:
-        """Return the arrays of a launch of ``num_steps``, which later changes leave as they are."""
-        self._write_new()
-        return self._next.copy(num_steps)
+    longest = min(limit, int(remaining.max()))
+    if not waiting:
+        return longest
+    # Nothing but additions, multiplications and divisions one after the other, which are exact to the last bit on every
+    # CPU: another number of steps on one host would hang all of them.
+    ended = np.bincount(np.minimum(remaining, longest), minlength=longest + 1)
+    left = len(remaining) - np.cumsum(ended)[:longest]  # sequences with a token left at each step
+    surviving = np.cumprod(np.full(longest, 1.0 - stop_rate)) if stop_rate else 1.0
+    rates = np.cumsum(left * surviving) / (np.arange(1, longest + 1) + _LAUNCH_COST)
+    return longest - int(np.argmax(rates[::-1]))

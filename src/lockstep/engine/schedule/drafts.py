@@ -11,9 +11,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from jaxtyping import Float, Int, Int32
 
-from lockstep.engine.schedule.batch import Capacity, DecodeSlots, VerifyBatch
+from lockstep.engine.schedule.batch import Capacity, VerifyBatch, num_decode_steps
 from lockstep.engine.schedule.ngrams import Ngrams
-from lockstep.engine.schedule.planning import num_decode_steps
+from lockstep.engine.schedule.replica import DecodeSlots
 from lockstep.engine.schedule.sequence import Sequence
 from lockstep.types import Drafts
 

@@ -1,13 +1,16 @@
-"""One replica's part of the schedule: its slots, its pages, its prefill queue."""
+"""The replicas' part of the schedule: their slots, pages and prefill queues, and the batches that these make."""
 
+import dataclasses
+import itertools
 from collections import deque
+from collections.abc import Sequence as Seq
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int, Int32
 
-from lockstep.engine.schedule.batch import Capacity, CopyPagesBatch, PrefillBatch
+from lockstep.engine.schedule.batch import Capacity, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch
 from lockstep.engine.schedule.pages import NULL_PAGE, PageAllocator, PrefixTable, page_keys
-from lockstep.engine.schedule.sequence import Sequence
+from lockstep.engine.schedule.sequence import DecodeResults, PromptLogprobs, Sequence
 from lockstep.types import FinishReason
 
 
@@ -216,3 +219,167 @@ class Replica:
                 # Shared pages are a prefix, so the sequence writes every page from its first unwritten one on.
                 sequence.num_prefilled = min(sequence.num_prefilled, unwritten[0] * self._page_size)
                 orphans.difference_update(sequence.pages)
+
+
+type PromptLogprobsRow = tuple[int, int, PromptLogprobs]
+"""A replica, a row, and the record that the row's log-probabilities belong to."""
+
+
+def prefill_batch(capacity: Capacity, replicas: Seq[Replica]) -> PrefillBatch:
+    """Take the next pages of prompts from the replicas' queues."""
+    batch = PrefillBatch.empty(capacity)
+    for replica in replicas:
+        r = replica.index
+        rows = replica.take_prefill_rows(capacity.prefill_rows, capacity.prefill_sequences)
+        for row, (sequence, start) in enumerate(rows):
+            end = min(start + capacity.page_size, sequence.num_prefill)
+            # No query sees what follows the prompt on its last page, but 0 times NaN is NaN: it repeats a token that
+            # the row's queries see anyway.
+            batch.tokens[r, row] = sequence.request.prompt_tokens[start]
+            batch.tokens[r, row, : end - start] = sequence.request.prompt_tokens[start:end]
+            batch.start[r, row], batch.slot[r, row], batch.count[r, row] = start, sequence.slot, end - start
+            batch.page[r, row] = sequence.pages[start // capacity.page_size]
+            batch.page_table[r, row, : len(sequence.pages)] = sequence.pages
+    return batch
+
+
+def copy_pages_batch(capacity: Capacity, replicas: Seq[Replica]) -> CopyPagesBatch:
+    """Take every partial page that waits to be copied."""
+    batch = CopyPagesBatch.empty(capacity)
+    for replica in replicas:
+        for at, (source, target) in enumerate(replica.take_page_copies()):
+            batch.source[replica.index, at], batch.target[replica.index, at] = source, target
+    return batch
+
+
+def prompt_logprobs_batch(
+    capacity: Capacity, replicas: Seq[Replica]
+) -> tuple[PromptLogprobsBatch, list[PromptLogprobsRow]]:
+    """Build rows of prompts whose K/V is complete and whose log-probabilities are requested and missing.
+
+    Any generation of a prompt has its K/V; the first is taken.
+
+    Returns:
+        The batch, and what each of its used rows is for; no rows where nothing is missing.
+    """
+    batch, rows, begun = PromptLogprobsBatch.empty(capacity), list[PromptLogprobsRow](), set[PromptLogprobs]()
+    for replica in replicas:
+        r, row = replica.index, 0
+        for sequence in replica.slots:
+            record = None if sequence is None else sequence.prompt_logprobs
+            if sequence is None or record is None or record.done or record in begun:
+                continue
+            begun.add(record)
+            prompt = sequence.request.prompt_tokens
+            for start in range(len(record.logprobs), len(prompt) - 1, capacity.page_size):
+                if row == capacity.prefill_rows:
+                    break
+                end = min(start + capacity.page_size, len(prompt) - 1)
+                tokens, targets = prompt[start:end], prompt[start + 1 : end + 1]
+                batch.tokens[r, row] = tokens[0]
+                batch.tokens[r, row, : len(tokens)] = tokens
+                batch.targets[r, row, : len(targets)] = targets
+                batch.start[r, row] = start
+                batch.page_table[r, row, : len(sequence.pages)] = sequence.pages
+                rows.append((r, row, record))
+                row += 1
+    return batch, rows
+
+
+type Slot = tuple[int, int] | tuple[np.ndarray, np.ndarray]
+"""A replica and a slot, or as many replicas and slots."""
+
+
+class DecodeSlots:
+    """The next decode batch. A sequence is written with all others that got a slot since the last launch, and then
+    moves on with each launch.
+    """
+
+    def __init__(self, capacity: Capacity) -> None:
+        single = dataclasses.replace(capacity, replicas=1, idle_replicas=0, slots=1, sequences=1)
+        self._next = DecodeBatch.empty(capacity, 0)
+        self._new: list[Sequence] = []
+        self._idle = DecodeBatch.empty(single, 0)
+        self._has_stop_tokens = np.zeros(self._next.token.shape, bool)
+        self.has_stop_strings = np.zeros(self._next.token.shape, bool)
+        """Whether the sequence in each slot has stop strings; as of the last `batch`."""
+        self.sequences = np.full(self._next.token.shape, None, object)
+        """The sequence in each slot, or None; as of the last `batch`."""
+
+    @property
+    def remaining(self) -> Int[np.ndarray, " sequence"]:
+        """The number of tokens that each sequence in a slot may still sample."""
+        left = self.all_remaining
+        return left[left > 0]
+
+    @property
+    def all_remaining(self) -> Int32[np.ndarray, "replica slot"]:
+        """The number of tokens that the sequence in each slot may still sample; 0 in idle slots."""
+        self._write_new()
+        return self._next.remaining
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a sequence in a slot may end before its last token."""
+        self._write_new()
+        return bool((self._has_stop_tokens | self.has_stop_strings).any())
+
+    def put(self, sequence: Sequence) -> None:
+        """Take a sequence that was given its slot and its pages."""
+        self._new.append(sequence)
+
+    def _write_new(self) -> None:
+        """Write the sequences that came since the last call."""
+        new, self._new = self._new, []
+        if not new:
+            return
+        batch, params = self._next, [sequence.request.params for sequence in new]
+        at = np.array([sequence.replica for sequence in new]), np.array([sequence.slot for sequence in new])
+        batch.token[at] = [sequence.last_token for sequence in new]
+        batch.position[at] = [sequence.position for sequence in new]
+        batch.remaining[at] = [sequence.remaining for sequence in new]
+        pages, stops = [sequence.pages for sequence in new], [rules.stops for rules in params]
+        for array, lists, padding in ((batch.page_table, pages, NULL_PAGE), (batch.stop_ids, stops, -1)):
+            columns = np.array([*itertools.zip_longest(*lists, fillvalue=padding)], np.int32)
+            array[*at, : len(columns)] = columns.T
+        batch.draw[at] = [
+            (sequence.request.params.seed, sequence.request.prompt_id, sequence.generation_id) for sequence in new
+        ]
+        batch.temperature[at] = [rules.temperature for rules in params]
+        if batch.sampling.arrays():
+            for sequence in new:
+                batch.sampling.set((sequence.replica, sequence.slot), sequence)
+        self._has_stop_tokens[at] = [bool(stop_ids) for stop_ids in stops]
+        self.has_stop_strings[at] = [bool(rules.stop) for rules in params]
+        self.sequences[at] = new
+
+    def clear(self, at: Slot) -> None:
+        """Make slots idle."""
+        self._write_new()
+        for array, idle in zip(self._next.arrays().values(), self._idle.arrays().values(), strict=True):
+            array[at] = idle[0, 0]
+        self._has_stop_tokens[at] = self.has_stop_strings[at] = False
+        self.sequences[at] = None
+
+    def advance(
+        self, results: DecodeResults
+    ) -> tuple[Int[np.ndarray, "replica slot"], Bool[np.ndarray, "replica slot"]]:
+        """Move every sequence on by what it sampled.
+
+        Returns:
+            The number of tokens that each slot sampled, and whether the last of them is a stop token of the sequence.
+        """
+        self._write_new()
+        batch, tokens = self._next, results.tokens
+        counts = (tokens >= 0).sum(axis=-1, dtype=np.int32)
+        last = np.take_along_axis(tokens, np.maximum(counts - 1, 0)[..., None], axis=-1)[..., 0]
+        batch.sampling.extend_history(batch.position + 1, tokens)
+        np.copyto(batch.token, last, where=counts > 0)
+        np.add(batch.position, counts, out=batch.position)
+        np.subtract(batch.remaining, counts, out=batch.remaining)
+        return counts, (counts > 0) & (last[..., None] == batch.stop_ids).any(axis=-1)
+
+    def batch(self, num_steps: int) -> DecodeBatch:
+        """Return the arrays of a launch of ``num_steps``, which later changes leave as they are."""
+        self._write_new()
+        return self._next.copy(num_steps)

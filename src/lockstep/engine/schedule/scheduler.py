@@ -7,25 +7,25 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from lockstep.engine.schedule.batch import (
+    Batch,
     Capacity,
     CopyPagesBatch,
     DecodeBatch,
-    DecodeSlots,
     PrefillBatch,
     PromptLogprobsBatch,
     VerifyBatch,
+    num_decode_steps,
 )
 from lockstep.engine.schedule.drafts import Drafter
-from lockstep.engine.schedule.intake import FindStop, Intake
-from lockstep.engine.schedule.planning import (
-    Admission,
+from lockstep.engine.schedule.intake import Admission, FindStop, Intake
+from lockstep.engine.schedule.replica import (
+    DecodeSlots,
     PromptLogprobsRow,
+    Replica,
     copy_pages_batch,
-    num_decode_steps,
     prefill_batch,
     prompt_logprobs_batch,
 )
-from lockstep.engine.schedule.replica import Replica
 from lockstep.engine.schedule.sequence import Counts, DecodeResults, RoutedShape, Sequence
 from lockstep.errors import ConfigError
 from lockstep.types import Completion, FinishReason, Request
@@ -184,7 +184,7 @@ class Scheduler:
                 replica.forget(conversation)
                 self._admission.update(replica)
 
-    def next_batch(self) -> PrefillBatch | CopyPagesBatch | PromptLogprobsBatch | DecodeBatch | VerifyBatch | None:
+    def next_batch(self) -> Batch | None:
         """Admit waiting sequences that fit and return the batch of the next launch; None when there is nothing to do:
         all is `done`, or requests are still to come.
 

@@ -27,14 +27,14 @@ class Chooser:
 
     config: EngineConfig
     models: DecodeModels
+    requests: Sequence[Request]  # at least one; checked
     free: int  # bytes on the device with the least free memory of all hosts, agreed on
     excess: Mapping[str, int] = dataclasses.field(default_factory=dict)  # bytes beyond the prediction, by layout
 
-    def choose(self, requests: Sequence[Request], before: Sizing | None = None) -> Sizing:
+    def choose(self, before: Sizing | None = None) -> Sizing:
         """The layout with the least predicted time of those that fit, and its capacity.
 
         Args:
-            requests: At least one request; checked.
             before: The sizing in use for the same model. Its layout is kept while anything fits in it. Its capacity is
                 kept, for another one is compiled; it grows where memory for `_WORTH_COMPILING` times the sequences
                 is free, and shrinks where longer sequences or less memory leave no room for as many.
@@ -44,17 +44,17 @@ class Chooser:
             CapacityError: A request can never fit: the caps, the model or the memory.
         """
         layouts = self.models.layouts if before is None else [before.layout]
-        demand = measure_demand(self.config, self.models, requests)
-        choices = [self._consider(self.models[layout], requests, demand, before) for layout in layouts]
-        check_capacity(choices[0].wanted, requests)  # caps are the same in every layout
+        demand = measure_demand(self.config, self.models, self.requests)
+        choices = [self._consider(self.models[layout], demand, before) for layout in layouts]
+        check_capacity(choices[0].wanted, self.requests)  # caps are the same in every layout
         fitting = [choice for choice in choices if choice.sizes is not None]
         if not fitting and before is not None:
-            return self.choose(requests)
+            return self.choose()
         if not fitting:
-            raise CapacityError(self._too_small(choices, requests, demand))
+            raise CapacityError(self._too_small(choices, demand))
         best = min(fitting, key=lambda choice: choice.estimate.total_s if choice.estimate else 0.0)
         assert best.sizes is not None and best.estimate is not None
-        check_capacity(best.sizes, requests)
+        check_capacity(best.sizes, self.requests)
         model, prompts = self.models[best.layout], max_prompts(self.config, best.sizes, demand)
         rows = self._max_rows(model, best.sizes)
         page_size = best.demand.page_size if model.heads.context > 1 else demand.page_size
@@ -78,9 +78,7 @@ class Chooser:
             shares_prefixes=self.config.share_prefixes and shareable(model.kept),
         )
 
-    def _consider(
-        self, model: DecodeModel, requests: Sequence[Request], demand: Demand, before: Sizing | None = None
-    ) -> Choice:
+    def _consider(self, model: DecodeModel, demand: Demand, before: Sizing | None = None) -> Choice:
         """The largest capacity of one layout, and its predicted time.
 
         Pages are no smaller than in ``demand``. They are larger where the configuration allows it and page tables need
@@ -88,14 +86,14 @@ class Chooser:
         """
         old = before if before is not None and before.layout == model.layout else None
         if old is not None and self.config.page_size is None and old.sizes.page_size > demand.page_size:
-            demand = Demand.of(requests, old.sizes.page_size)
+            demand = Demand.of(self.requests, old.sizes.page_size)
         if model.heads.context > 1 and model.device.platform == "tpu":
-            demand = Demand.of(requests, larger_page_size(self.config, demand.page_size) or demand.page_size)
+            demand = Demand.of(self.requests, larger_page_size(self.config, demand.page_size) or demand.page_size)
         desired, sizes = self._fit(model, demand, old, None)
         while sizes is not None and not tables_fit(sizes, rows := self._max_rows(model, sizes)):
             larger = larger_page_size(self.config, demand.page_size)
             if larger is not None:
-                demand, rows = Demand.of(requests, larger), None
+                demand, rows = Demand.of(self.requests, larger), None
             desired, sizes = self._fit(model, demand, old, rows)
         return Choice(
             layout=model.layout,
@@ -146,9 +144,9 @@ class Chooser:
     def _excess(self, layout: Layout) -> int:
         return self.excess.get(layout_text(layout), 0)
 
-    def _too_small(self, choices: Sequence[Choice], requests: Sequence[Request], demand: Demand) -> str:
+    def _too_small(self, choices: Sequence[Choice], demand: Demand) -> str:
         """The text of an infeasibility: need, room, the largest that works, and the key to change."""
-        hungry = max(requests, key=lambda r: len(r.prompt_tokens) + r.params.max_new_tokens)
+        hungry = max(self.requests, key=lambda r: len(r.prompt_tokens) + r.params.max_new_tokens)
         prompt, new = len(hungry.prompt_tokens), hungry.params.max_new_tokens
         best = min(choices, key=self._needed)
         need, layout = best.footprint, best.layout
@@ -168,7 +166,7 @@ class Chooser:
             if self.config.layout == "auto"
             else [possible for possible in self.models.possible if possible not in asked]
         )
-        tried = [self._consider(self.models[untried_layout], requests, demand) for untried_layout in untried]
+        tried = [self._consider(self.models[untried_layout], demand) for untried_layout in untried]
         works = [layout_text(choice.layout) for choice in tried if choice.sizes is not None]
         if works:
             ways.append(f"set layout to auto or {' or '.join(works)}")

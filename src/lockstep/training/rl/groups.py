@@ -249,7 +249,7 @@ class RolloutSampler:
             return None
         for place, question in enumerate(drawn):
             self.earlier.keep(
-                question, [completion for completion in generated.completions if completion.prompt_id == place]
+                question, [completion.tokens for completion in generated.completions if completion.prompt_id == place]
             )
         return Sampled(
             number=number,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.engine.decoder.packing import pack, pack_results, unpack
+from lockstep.engine.decoder.packing import pack_results, unpack
 from lockstep.engine.schedule import CopyPagesBatch, DecodeBatch, DecodeResults, PrefillBatch, PromptLogprobsBatch
 from lockstep.placement import make_decode_mesh
 from tests.unit.engine.models import mesh_of
@@ -41,7 +41,7 @@ def test_each_replica_gets_its_part_to_the_last_bit(kind: Any, features: dict[st
     capacity = capacity_of(replicas=3, slots=2, **features)
     options = (7,) if kind is DecodeBatch else ()
     batch = filled(kind.empty(capacity, *options))
-    packed = pack(batch)
+    packed = batch.packed()
     assert packed.dtype == np.int32 and packed.shape[0] == 3
     arrays = batch.arrays() if kind is DecodeBatch else dataclasses.asdict(batch)
     for replica in range(3):

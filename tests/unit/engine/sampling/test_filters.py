@@ -26,8 +26,7 @@ from lockstep.engine.sampling.filters import (
 )
 from lockstep.engine.sampling.sampler import Sampled, SamplingState, active_features, sample
 from lockstep.engine.sampling.threshold import SIZE
-from lockstep.engine.schedule import sampling_sizes
-from lockstep.engine.schedule.sampling import SamplingBatch
+from lockstep.engine.schedule import SamplingBatch, sampling_sizes
 from lockstep.engine.schedule.sequence import Sequence
 from lockstep.errors import ConfigError
 from lockstep.placement.decode_mesh import make_decode_mesh

@@ -1,24 +1,26 @@
-"""Capacities, batches of which nothing is used, and the slots: what a sequence writes, and how it moves on."""
+"""Capacities, batches of which nothing is used, the sampling parameters of slots, and the length of a launch."""
 
 import dataclasses
+import math
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.engine.schedule import (
     NULL_PAGE,
     Capacity,
     CopyPagesBatch,
     DecodeBatch,
-    DecodeResults,
     PrefillBatch,
     PromptLogprobsBatch,
+    SamplingBatch,
+    sampling_sizes,
 )
-from lockstep.engine.schedule.batch import DecodeSlots
-from lockstep.engine.schedule.replica import Replica
-from lockstep.engine.schedule.sampling import sampling_sizes
+from lockstep.engine.schedule.batch import num_decode_steps
 from lockstep.engine.schedule.sequence import Sequence
-from lockstep.types import Request
 from tests.unit.engine.schedule.test_scheduler import capacity_of, request
 
 
@@ -63,81 +65,91 @@ def test_an_empty_decode_has_idle_slots_that_no_token_stops() -> None:
     assert batch.draw.dtype == np.uint32 and batch.temperature.dtype == np.float32
 
 
-def slots_with(capacity: Capacity, *requests: Request) -> DecodeSlots:
-    """One replica with the requests in its slots, in order."""
-    replica, slots = Replica(0, capacity), DecodeSlots(capacity)
-    for one in requests:
-        sequence = Sequence(request=one, generation_id=0)
-        replica.admit(sequence)
-        slots.put(sequence)
-    return slots
+def batch_with(**params: Any) -> tuple[SamplingBatch, Sequence]:
+    """A batch of one replica with two slots, and a sequence with one sampled token in the second slot."""
+    one = request(0, 3, 8, **params)
+    sequence = Sequence(request=one, generation_id=0)
+    sequence.extend(np.array([[9], [0], [0]], np.int32))
+    capacity = capacity_of(slots=2, page_size=4, pages_per_sequence=2, **sampling_sizes([one.params]))
+    batch = SamplingBatch.empty(capacity)
+    batch.set((0, 1), sequence)
+    return batch, sequence
 
 
-def results_of(*rows: list[int]) -> DecodeResults:
-    tokens = np.array([rows], np.int32)
-    return DecodeResults.of(tokens, np.zeros(tokens.shape, np.float32))
+def test_a_batch_has_the_arrays_of_the_features_that_its_program_has() -> None:
+    assert not batch_with()[0].arrays()
+    batch, _ = batch_with(temperature=1.0, min_p=0.1)
+    assert list(batch.arrays()) == ["top_k", "top_p", "log_min_p"]
 
 
-def test_a_batch_reads_the_last_token_at_its_position() -> None:
-    capacity = capacity_of(page_size=4, stop_ids=2)
-    first = request(5, (7, 8), 3, stop_token_ids=(1,), seed=9, temperature=0.5)
-    slots = slots_with(capacity, first, request(6, 1, 6))
-    batch = slots.batch(4)
-    assert batch.num_steps == 4 and slots.remaining.tolist() == [3, 6]
-    assert batch.token[0, :2].tolist() == [8, 0] and batch.position[0, :2].tolist() == [1, 0]
-    assert batch.remaining[0].tolist() == [3, 6, 0, 0] and batch.stop_ids[0, 0].tolist() == [1, -1]
-    assert batch.draw[0, 0].tolist() == [9, 5, 0] and batch.temperature[0, 0] == 0.5
-    assert batch.page_table[0, :2, :3].tolist() == [[1, 0, 0], [2, 3, 0]]
+def test_a_neutral_filter_keeps_every_token() -> None:
+    batch, _ = batch_with(temperature=1.0, top_p=0.5)
+    assert (batch.top_k[0, 1], batch.top_p[0, 0], batch.log_min_p[0, 1]) == (0, 1.0, -np.inf)
 
 
-@pytest.mark.parametrize(("options", "may_stop"), [({}, False), ({"stop_token_ids": (1, 2)}, True)])
-def test_stop_tokens_that_are_ignored_end_nothing(options: dict[str, tuple[int, ...]], may_stop: bool) -> None:
-    assert slots_with(capacity_of(), request(0, 1, 2, **options)).may_stop == may_stop
-    slots = slots_with(capacity_of(), request(0, 1, 2, ignore_eos=True, **options))
-    assert slots.batch(1).stop_ids[0, 0].tolist() == [-1, -1] and not slots.may_stop
+def test_filters_are_set_in_their_slot_alone() -> None:
+    batch, _ = batch_with(temperature=1.0, top_k=5, top_p=0.5, min_p=0.25)
+    assert batch.top_k.tolist() == [[0, 5]] and batch.top_p.tolist() == [[1.0, 0.5]]
+    np.testing.assert_array_equal(batch.log_min_p, np.array([[-np.inf, math.log(0.25)]], np.float32))
 
 
-def test_a_stop_string_may_end_a_sequence_too() -> None:
-    assert slots_with(capacity_of(), request(0, 1, 2, stop=("x",))).may_stop
+def test_a_top_k_beyond_32_bits_keeps_every_token() -> None:
+    batch, _ = batch_with(temperature=1.0, top_k=2**40)
+    assert batch.top_k[0, 1] == 2**31 - 1
 
 
-def test_what_was_sampled_is_read_next() -> None:
-    slots = slots_with(capacity_of(slots=3), request(0, 3, 4, stop_token_ids=(9,)), request(1, 3, 4))
-    before = slots.batch(3)
-    counts, stopped = slots.advance(results_of([5, 9, -1], [6, 9, 7], [-1, -1, -1]))
-    after = slots.batch(3)
-    assert counts.tolist() == [[2, 3, 0]] and stopped.tolist() == [[True, False, False]]
-    assert after.token[0].tolist() == [9, 7, 0] and after.position[0].tolist() == [4, 5, 0]
-    assert after.remaining[0].tolist() == [2, 1, 0]
-    assert before.token[0].tolist() == [2, 2, 0] and before.remaining[0].tolist() == [4, 4, 0], "a batch never changes"
+def test_the_first_position_of_a_stop_token_counts_the_prompt() -> None:
+    batch, _ = batch_with(stop_token_ids=(1,), min_tokens=2)
+    assert batch.stop_from is not None and batch.stop_from.tolist() == [[0, 3 + 2]]
 
 
-def test_penalties_see_what_was_sampled() -> None:
-    first, second = request(0, 3, 5), request(1, (5, 6), 5, presence_penalty=0.5)
-    capacity = capacity_of(slots=2, page_size=4, pages_per_sequence=2, **sampling_sizes([first.params, second.params]))
-    slots = slots_with(capacity, first, second)
-    slots.advance(results_of([1, 2, 3], [3, 4, -1]))
-    slots.advance(results_of([1, -1, -1], [7, -1, -1]))
-    history = slots.batch(1).sampling.history
-    assert history is not None
-    assert history[0].tolist() == [[-1] * 8, [5, 6, 3, 4, 7, -1, -1, -1]]
+def test_penalties_see_prompt_and_answer() -> None:
+    batch, sequence = batch_with(repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=-0.5)
+    assert batch.history is not None and batch.penalties is not None and batch.prompt_length is not None
+    assert batch.history[0, 1].tolist() == [*sequence.request.prompt_tokens, 9, -1, -1, -1, -1]
+    assert batch.penalties.tolist() == [[[1.0, 0.0, 0.0], [1.5, 0.25, -0.5]]] and batch.prompt_length[0, 1] == 3
 
 
-def test_a_cleared_slot_is_as_it_was_at_first() -> None:
-    everything = request(
-        0, 3, 4, stop_token_ids=(1,), min_tokens=1, temperature=0.5, top_k=3, top_p=0.5, min_p=0.1,
-        presence_penalty=0.5, logit_bias=((1, 1.0),), allowed_token_ids=(1, 2), seed=3,
-    )  # fmt: skip
-    capacity = capacity_of(slots=2, **sampling_sizes([everything.params]))
-    slots = slots_with(capacity, everything, everything)
-    used, empty = slots.batch(0).arrays(), DecodeBatch.empty(capacity, 0).arrays()
-    assert not [name for name in used if np.array_equal(used[name], empty[name])]
-    slots.clear((0, 0))
-    half = slots.batch(0).arrays()
-    for name in half:
-        np.testing.assert_array_equal(half[name][0, 0], empty[name][0, 0])
-        np.testing.assert_array_equal(half[name][0, 1], used[name][0, 1])
-    slots.clear((np.array([0]), np.array([1])))
-    for name, array in slots.batch(0).arrays().items():
-        np.testing.assert_array_equal(array, empty[name])
-    assert not slots.may_stop and slots.remaining.tolist() == []
+def test_lists_are_padded_with_no_token() -> None:
+    batch, _ = batch_with(logit_bias=((4, 2.0),), allowed_token_ids=(4, 6))
+    assert batch.bias_ids is not None and batch.bias is not None and batch.allowed_ids is not None
+    assert batch.bias_ids[0, 1].tolist() == [4] + [-1] * 7 and batch.bias[0, 1, 0] == 2.0
+    assert batch.allowed_ids[0, 1].tolist() == [4, 6] + [-1] * 6
+
+
+def test_all_sampled_tokens_go_on_with_the_history_of_a_slot_with_penalties() -> None:
+    """A prompt of one token too; a slot without a sequence keeps none."""
+    batch = SamplingBatch.empty(capacity_of(slots=2, page_size=4, pages_per_sequence=2, penalties=1))
+    batch.set((0, 1), Sequence(request=request(0, 1, 8, frequency_penalty=0.5), generation_id=0))
+    assert batch.history is not None
+    first = batch.history[0, 1, 0]
+    batch.extend_history(np.array([[0, 1]], np.int32), np.array([[[3, 4], [5, 6]]], np.int32))
+    assert batch.history[0].tolist() == [[-1] * 8, [first, 5, 6, *[-1] * 5]]
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=70), st.integers(1, 128), st.booleans(), st.floats(0, 0.9))
+def test_a_launch_is_as_long_as_is_best(remaining: list[int], limit: int, waiting: bool, stop_rate: float) -> None:
+    steps = num_decode_steps(np.array(remaining), limit, waiting=waiting, stop_rate=stop_rate)
+    assert 1 <= steps <= min(limit, max(remaining))
+    assert steps == num_decode_steps(np.array(remaining[::-1]), limit, waiting=waiting, stop_rate=stop_rate)
+    if not waiting:
+        assert steps == min(limit, max(remaining))
+        return
+
+    def rate(length: int) -> float:
+        tokens = sum((1 - stop_rate) ** step for left in remaining for step in range(min(left, length)))
+        return tokens / (length + 4)
+
+    best = max(rate(length) for length in range(1, min(limit, max(remaining)) + 1))
+    assert np.isclose(rate(steps), best)
+
+
+def test_one_short_sequence_does_not_end_the_launch_of_many_long_ones() -> None:
+    assert num_decode_steps(np.array([1, *[64] * 63]), 64, waiting=True, stop_rate=0.0) == 64
+    assert num_decode_steps(np.array([*[4] * 63, 64]), 64, waiting=True, stop_rate=0.0) == 4
+
+
+def test_the_more_sequences_stop_by_themselves_the_shorter_is_a_launch_while_others_wait() -> None:
+    lengths = [num_decode_steps(np.array([64] * 64), 64, waiting=True, stop_rate=1 / n) for n in (1000, 100, 20, 4)]
+    assert lengths[0] == 64 and lengths == sorted(lengths, reverse=True) and lengths[-1] < 8
+    assert num_decode_steps(np.array([64] * 64), 64, waiting=False, stop_rate=0.25) == 64

@@ -1,4 +1,4 @@
-"""Requests that come while others are answered, and what conversations keep: the whole scheduler on a fake device."""
+"""Requests that come while others are answered, what conversations keep, and what is refused: on a fake device."""
 
 import dataclasses
 import itertools
@@ -11,10 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine.schedule import Capacity, Scheduler
+from lockstep.engine.schedule import Capacity, Scheduler, check_capacity, sampling_sizes
+from lockstep.engine.schedule.intake import Admission
+from lockstep.engine.schedule.replica import Replica
 from lockstep.errors import CapacityError
-from lockstep.types import Completion, Request
+from lockstep.types import Completion, Request, SamplingParams
 from tests.unit.engine.schedule.fake_device import ROUTED, FakeDevice, answer_alone, routed_alone
+from tests.unit.engine.schedule.placements import choose
+from tests.unit.engine.schedule.test_replica import PAGE, sequence_of
 from tests.unit.engine.schedule.test_scheduler import capacity_of, request
 
 
@@ -146,3 +150,117 @@ def test_a_request_that_can_never_fit_is_refused_when_it_is_read() -> None:
     conversations = Talk([(0, 1)], [2], said=tuple(range(12)), new=4)
     with pytest.raises(CapacityError, match="prompt 1 has "):
         talk(capacity_of(), conversations, [0])
+
+
+def test_what_a_request_needs_of_the_program() -> None:
+    names = ("filters", "penalties", "min_tokens", "bias_ids", "allowed_ids", "top_logprobs", "prompt_logprobs")
+    none = dict.fromkeys((*names, "routed_experts"), 0)
+    assert sampling_sizes([]) == none
+    filtered = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
+    for greedy in (SamplingParams(max_new_tokens=8, stop_token_ids=(1,)), SamplingParams(max_new_tokens=8, **filtered)):
+        assert sampling_sizes([greedy]) == none  # a greedy answer draws from no distribution
+    for name, value in filtered.items():
+        assert sampling_sizes([SamplingParams(max_new_tokens=8, temperature=1.0, **{name: value})])["filters"] == 1
+    neutral = SamplingParams(max_new_tokens=8, temperature=1.0, stop_token_ids=(1,))
+    assert sampling_sizes([neutral]) == none
+    lists = SamplingParams(max_new_tokens=8, logit_bias=((1, 1.0),), allowed_token_ids=tuple(range(9)))
+    counts = SamplingParams(max_new_tokens=8, frequency_penalty=0.5, min_tokens=2, stop_token_ids=(1,), top_logprobs=3)
+    counts = dataclasses.replace(counts, prompt_logprobs=True, routed_experts=True)
+    assert sampling_sizes([lists, neutral, counts]) == {
+        "filters": 0,
+        "penalties": 1,
+        "min_tokens": 1,
+        "bias_ids": 8,
+        "allowed_ids": 16,
+        "top_logprobs": 3,
+        "prompt_logprobs": 1,
+        "routed_experts": 1,
+    }
+    # Where no stop token ends an answer there is none to rule out.
+    assert not any(sampling_sizes([SamplingParams(max_new_tokens=8, min_tokens=2)]).values())
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(tuple)
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(6, 16),
+    st.booleans(),
+    st.lists(st.tuples(PROMPTS, st.integers(1, 4), st.booleans(), st.integers(0, 20)), max_size=30),
+)
+def test_it_is_the_choice_of_one_after_the_other(replicas, slots, pages, copies, steps):
+    capacity = capacity_of(page_size=PAGE, slots=slots, pages=pages, replicas=replicas, page_copies=int(copies))
+    made = [Replica(index, capacity) for index in range(replicas)]
+    admission, active = Admission(capacity, made), []
+    for number, (prompt, new, crowded, leaves) in enumerate(steps):
+        sequence = sequence_of(number, prompt, new)
+        found = admission.choose(sequence, crowded=crowded)
+        assert found is choose(made, sequence, crowded)
+        if found is not None:
+            found.admit(sequence)
+            active.append(sequence)
+        elif active:
+            sequence = active.pop(leaves % len(active))
+            found = made[sequence.replica]
+            found.release(sequence)
+        if found is not None:
+            admission.update(found)
+    for sequence in active:
+        made[sequence.replica].release(sequence)
+    assert not made[0].holders, "what nobody has is listed nowhere"
+
+
+def test_replicas_that_are_idle_are_given_nothing() -> None:
+    capacity = capacity_of(page_size=PAGE, slots=2, replicas=4, idle_replicas=2)
+    made = [Replica(index, capacity) for index in capacity.active_replicas]
+    admission, found = Admission(capacity, made), []
+    for number in range(5):
+        sequence = sequence_of(number, (number, number))
+        replica = admission.choose(sequence, crowded=False)
+        found.append(None if replica is None else replica.index)
+        if replica is not None:
+            replica.admit(sequence)
+            admission.update(replica)
+    assert found == [0, 2, 0, 2, None]
+
+
+@pytest.mark.parametrize(
+    ("one", "capacity", "message"),
+    [
+        (
+            request(7, 10, 8),
+            capacity_of(),
+            r"prompt 7 has 10 tokens and max_new_tokens is 8, 18 together; max_seq_len is 16\. Shorten the prompt to "
+            r"at most 8 tokens, or lower max_new_tokens to at most 6, or raise max_seq_len to at least 18\.",
+        ),
+        (request(7, 16, 3), capacity_of(), r"16\. Shorten the prompt to at most 13 tokens, or raise max_seq_len"),
+        (request(7, 3, 16), capacity_of(), r"16\. Lower max_new_tokens to at most 13, or raise max_seq_len"),
+        (request(7, 16, 16), capacity_of(), r"max_seq_len is 16\. Raise max_seq_len to at least 32\.$"),
+        (
+            request(7, 6, 5),
+            capacity_of(pages=5),
+            r"prompt 7 needs 5 pages of 2 tokens for its 6 prompt and 5 new tokens; a replica has 4 .* Raise max_pages "
+            r"to at least 6, or lower max_new_tokens to at most 3\.",
+        ),
+        (request(7, 12, 1), capacity_of(pages=5), r"Raise max_pages to at least 7, or shorten the prompt\."),
+        (request(7, 1, 1, stop_token_ids=(1, 2, 3)), capacity_of(), "3 stop token ids; the programs were built for 2"),
+    ],
+)
+def test_what_can_never_fit_is_refused(one: Request, capacity: Capacity, message: str) -> None:
+    with pytest.raises(CapacityError, match=message):
+        Scheduler(capacity, [request(0, 1, 1), one])
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 5, 12])
+def test_the_values_that_a_refusal_names_work(prompt: int) -> None:
+    for pages in range(2, 9):
+        capacity = capacity_of(pages=pages)
+        room = (pages - 1) * capacity.page_size + 1 - prompt
+        if 1 <= room <= 16 - prompt:
+            check_capacity(capacity, [request(0, prompt, room)])
+        if room + 1 <= 16 - prompt:
+            with pytest.raises(CapacityError, match=rf"^prompt 0 needs .* a replica has {pages - 1} "):
+                check_capacity(capacity, [request(0, prompt, max(room + 1, 1))])

@@ -16,7 +16,7 @@ ROOMY = 2**40
 
 def choose(requests: list[Request], free: int, mesh: str = "1,2,2", **options: Any) -> Sizing:
     config = EngineConfig(**options)
-    return Chooser(config=config, models=models_on(config, mesh), free=free).choose(requests)
+    return Chooser(config=config, models=models_on(config, mesh), requests=requests, free=free).choose()
 
 
 _MADE: dict[tuple[str, str], DecodeModels] = {}

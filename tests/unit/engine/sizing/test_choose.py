@@ -251,13 +251,16 @@ def test_experts_are_split_whole_or_by_width_as_a_batch_reads_them_faster() -> N
     structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_tpu), weights)
     engine = EngineConfig(layout={"tensor": 4}, dtype="bfloat16")
     models = DecodeModels(engine, config, structs, mesh)
-    chooser = Chooser(config=engine, models=models, free=ROOMY)
-    found = {count: chooser.choose([request(i, 20, 1000) for i in range(count)]) for count in (1, 256)}
+    choosers = {
+        count: Chooser(config=engine, models=models, requests=[request(i, 20, 1000) for i in range(count)], free=ROOMY)
+        for count in (1, 256)
+    }
+    found = {count: chooser.choose() for count, chooser in choosers.items()}
     assert [each.layout["expert"] for each in found.values()] == [1, 4]
     assert all(len(each.considered) == 2 for each in found.values())
     (up,) = [weight for weight in models[{"tensor": 4, "expert": 1}].leaves if weight.name == "expert_up"]
     assert up.decode_bytes == 2 * 128 * 1024 * 256 * 2 and up.decode_size == 2 * 128 * 1024 * 192
-    assert chooser.choose([request(0, 20, 1000)], found[256]).layout == found[256].layout, "what is compiled stays"
+    assert choosers[1].choose(found[256]).layout == found[256].layout, "what is compiled stays"
 
 
 LONG = 131072
@@ -269,24 +272,25 @@ def long_requests(count: int, length: int = LONG) -> list[Request]:
 
 def test_pages_grow_until_page_tables_fit_in_scalar_memory(tpu_models: Callable[..., DecodeModels]) -> None:
     config = EngineConfig()
-    chooser = Chooser(config=config, models=tpu_models(config), free=ROOMY)
-    few = chooser.choose(long_requests(96))
+    fewer = Chooser(config=config, models=tpu_models(config), requests=long_requests(96), free=ROOMY)
+    more = dataclasses.replace(fewer, requests=long_requests(97))
+    few = fewer.choose()
     assert (few.sizes.slots, few.sizes.page_size) == (96, 64) and "page_size" not in few.reasons
-    many = chooser.choose(long_requests(97), few)
+    many = more.choose(few)
     assert (many.sizes.slots, many.sizes.page_size, many.sizes.pages_per_sequence) == (97, 128, 1024)
     assert many.reasons["page_size"][0] == 128 and many.sizes.pages == 97 * 1024 + 1
     assert "page_size 128: page tables of pages of 64 do not fit in scalar memory" in many.describe()
-    assert chooser.choose(long_requests(96), many).sizes == many.sizes, "what was compiled stays in use"
+    assert fewer.choose(many).sizes == many.sizes, "what was compiled stays in use"
 
 
 def test_where_pages_may_not_grow_fewer_sequences_decode_at_a_time(tpu_models: Callable[..., DecodeModels]) -> None:
     config = EngineConfig(page_size=64)
-    got = Chooser(config=config, models=tpu_models(config), free=ROOMY).choose(long_requests(128))
+    got = Chooser(config=config, models=tpu_models(config), requests=long_requests(128), free=ROOMY).choose()
     assert (got.sizes.slots, got.sizes.page_size) == (96, 64)
     assert got.reasons["max_seqs"] == (96, "scalar memory") and "page_size" not in got.reasons
     config = EngineConfig(page_size=1)
     with pytest.raises(ConfigError, match=r"page_size is 1 .* may have 262144: .* Set page_size to null"):
-        Chooser(config=config, models=tpu_models(config), free=ROOMY).choose(long_requests(1, 2 * LONG))
+        Chooser(config=config, models=tpu_models(config), requests=long_requests(1, 2 * LONG), free=ROOMY).choose()
 
 
 def test_capacities_follow_the_memory_without_compiling_in_between() -> None:
@@ -296,9 +300,9 @@ def test_capacities_follow_the_memory_without_compiling_in_between() -> None:
     tight = int(0.6 * roomy.predicted.total / 0.9)
 
     def again(sizing: Sizing, free: int, some: list[Request] = requests) -> Sizing:
-        return Chooser(config=config, models=models, free=free).choose(some, sizing)
+        return Chooser(config=config, models=models, requests=some, free=free).choose(sizing)
 
-    small = Chooser(config=config, models=models, free=tight).choose(requests)
+    small = Chooser(config=config, models=models, requests=requests, free=tight).choose()
     assert 1 < small.sizes.slots < roomy.sizes.slots / 1.5
     # A little more is not worth compiling; twice as much is, once.
     assert again(small, int(1.05 * tight)).sizes == small.sizes
@@ -318,7 +322,7 @@ def test_a_larger_capacity_is_compiled_from_a_quarter_more_on() -> None:
 
     def at(share: float, before: Sizing | None = None) -> Sizing:
         free = int(share * roomy.predicted.total / 0.9)
-        return Chooser(config=config, models=models, free=free).choose(requests, before)
+        return Chooser(config=config, models=models, requests=requests, free=free).choose(before)
 
     def at_a_time(sizing: Sizing) -> int:
         return concurrent_sequences(sizing.sizes, Demand.of(requests, sizing.sizes.page_size))
@@ -336,9 +340,9 @@ def test_a_larger_capacity_is_compiled_from_a_quarter_more_on() -> None:
 def test_where_nothing_fits_in_the_layout_in_use_another_is_chosen() -> None:
     requests, config = equal_requests(1), EngineConfig()
     before = choose(requests, ROOMY, layout={"tensor": 1})
-    chooser = Chooser(config=config, models=models_on(config), free=least_that_works(requests))
-    found = chooser.choose(requests, before)
-    assert found.layout != before.layout and found == chooser.choose(requests)
+    chooser = Chooser(config=config, models=models_on(config), requests=requests, free=least_that_works(requests))
+    found = chooser.choose(before)
+    assert found.layout != before.layout and found == chooser.choose()
 
 
 def test_an_engine_that_could_not_grow_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,8 +362,9 @@ def test_an_engine_that_could_not_grow_does_not_try_again(monkeypatch: pytest.Mo
     )
 
     def prepare(free: int, before: Prepared | None) -> Prepared:
-        options: dict[str, Any] = {"vocab_size": None, "ledger": Ledger(), "before": before}
-        return prepare_programs(config, models, requests, free=free, **options)
+        excess = before.excess if before else {}
+        chooser = Chooser(config=config, models=models, requests=requests, free=free, excess=excess)
+        return prepare_programs(chooser, vocab_size=None, ledger=Ledger(), before=before)
 
     first = prepare(tight, None)
     needed["bytes"] = 4 * tight

@@ -27,7 +27,7 @@ def choose(free: int, **options: Any) -> Sizing:
     requests = [dataclasses.replace(request(i, 64), params=params) for i in range(64)]
     engine = EngineConfig(dtype="bfloat16", **options)
     models = DecodeModels(engine, *read_decoder(model_on("1,1,1", config)), mesh_of("1,1,1"))
-    return Chooser(config=engine, models=models, free=free).choose(requests)
+    return Chooser(config=engine, models=models, requests=requests, free=free).choose()
 
 
 def test_the_same_memory_has_twice_the_pages_in_8_bits() -> None:
@@ -103,7 +103,7 @@ def test_what_moves_and_what_is_gathered_at_a_time() -> None:
 
 def test_where_weights_of_8_bits_are_widened_every_program_has_a_layer_of_them_more() -> None:
     config = EngineConfig(weight_dtype="int8")
-    sizes = Chooser(config=config, models=models_on(config), free=2**40).choose([request(0, 20, 30)]).sizes
+    sizes = Chooser(config=config, models=models_on(config), requests=[request(0, 20, 30)], free=2**40).choose().sizes
     sizes = dataclasses.replace(sizes, prompt_logprobs=1, draft_tokens=4)
     model = models_on(config)[{"tensor": 1}]
     found = MemoryModel(model).temporaries(sizes)
@@ -116,7 +116,7 @@ def test_where_weights_of_8_bits_are_widened_every_program_has_a_layer_of_them_m
 def test_what_a_prefill_and_a_decode_step_take_without_a_kernel() -> None:
     """In float32: a row of a prefill has K and V of its context twice, scores, activations; so has a slot of decode."""
     config = EngineConfig(dtype="float32")
-    sizes = Chooser(config=config, models=models_on(config), free=2**40).choose([request(0, 20, 30)]).sizes
+    sizes = Chooser(config=config, models=models_on(config), requests=[request(0, 20, 30)], free=2**40).choose().sizes
     sizes = dataclasses.replace(sizes, prefill_rows=3, slots=5, steps=7, pages_per_sequence=2, page_size=16)
     found = MemoryModel(models_on(config)[{"tensor": 1}]).temporaries(sizes)
     kv = 2 * LLAMA.num_kv_heads * LLAMA.head_size * 4
