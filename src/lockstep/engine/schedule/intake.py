@@ -197,7 +197,7 @@ class Intake:
         return [
             Sequence(
                 request=request, generation_id=generation, prefix_keys=keys, tail_key=tail, prompt_logprobs=record,
-                ngrams=ngrams, routed=self._routed, conversation=request.conversation if self._share_prefixes else None,
+                ngrams=ngrams, routed=self._routed, conversation=request.conversation,
             )
             for generation in range(count)
         ]  # fmt: skip

@@ -17,8 +17,8 @@ from lockstep.types import FinishReason
 class Replica:
     """The slots and pages of one replica. The host owns both; the device only reads the numbers that it is given."""
 
-    def __init__(self, index: int, capacity: Capacity) -> None:
-        self.index = index
+    def __init__(self, index: int, capacity: Capacity, *, share_prefixes: bool = True) -> None:
+        self.index, self._shares_prefixes = index, share_prefixes
         self._shares_partial_pages = bool(capacity.page_copies)
         self._page_copies: list[tuple[Sequence, Sequence]] = []
         self._tails: dict[bytes, list[Sequence]] = {}
@@ -169,14 +169,17 @@ class Replica:
 
     def _keep(self, sequence: Sequence, conversation: int) -> None:
         """Have a conversation keep the full pages of a complete turn: the K/V of all its tokens but the last, which
-        decode had no need to read.
+        decode had no need to read. Where pages are not shared, nothing outlives the turn.
         """
+        if not self._shares_prefixes:
+            sequence.num_cached = sequence.position
+            return
         keys = page_keys((*sequence.request.prompt_tokens, *sequence.tokens[:-1]), self._page_size)
         for key, page in zip(keys, sequence.pages, strict=False):
             self._prefixes.add(key, page)
         pages = [page for page in self._prefixes.match(keys) if page in sequence.pages]
         self.allocator.keep(pages, conversation)
-        sequence.num_kept = len(keys) * self._page_size
+        sequence.num_cached = len(keys) * self._page_size
         if sequence.routed is not None and sequence.routed_prompt is not None:
             words = sequence.routed_words
             for index in range(len(sequence.prefix_keys), len(keys)):  # what prefill has not written whole

@@ -74,7 +74,7 @@ class Scheduler:
         self._unanswered: dict[int, int] = {}
         self._waiting: deque[Sequence] = deque()
         self._rows_in_flight: list[PromptLogprobsRow] = []
-        self._replicas = [Replica(i, capacity) for i in capacity.active_replicas]
+        self._replicas = [Replica(i, capacity, share_prefixes=share_prefixes) for i in capacity.active_replicas]
         self._admission = Admission(capacity, self._replicas)
         self._by_index = {replica.index: replica for replica in self._replicas}
         self._slots = DecodeSlots(capacity)
@@ -82,7 +82,7 @@ class Scheduler:
         self._finished, self._stopped = 0, 0
         self._just_finished: list[Sequence] = []
         self._sampled = np.zeros(capacity.replicas, np.int64)
-        self._kept: dict[int, int] = {}  # tokens whose K/V each conversation has kept
+        self._cached: dict[int, int] = {}  # tokens that the last turn of each conversation had in the cache
         self._prefilled_again = 0
         self._read()
 
@@ -179,7 +179,7 @@ class Scheduler:
 
     def forget(self, conversation: int) -> None:
         """End a conversation between two launches: the K/V that its turns have left is free."""
-        if self._kept.pop(conversation, None) is not None:
+        if self._cached.pop(conversation, None) is not None:
             for replica in self._replicas:
                 replica.forget(conversation)
                 self._admission.update(replica)
@@ -340,8 +340,8 @@ class Scheduler:
         """Free the slot and the pages of an ended sequence."""
         replica = self._by_index[sequence.replica]
         replica.release(sequence)
-        if sequence.conversation is not None and sequence.num_kept:
-            self._kept[sequence.conversation] = sequence.num_kept
+        if sequence.conversation is not None and sequence.num_cached:
+            self._cached[sequence.conversation] = sequence.num_cached
         self._admission.update(replica)
         self._num_active -= 1
 
@@ -362,12 +362,12 @@ class Scheduler:
         while self._waiting and self._num_active < self.capacity.sequences and not self._admits_more:
             sequence = self._waiting[0]
             crowded = len(self._waiting) >= slots - self._num_active
-            kept = 0 if sequence.conversation is None else self._kept.get(sequence.conversation, 0)
-            replica = self._admission.choose(sequence, crowded=crowded or kept > 0)
+            cached = 0 if sequence.conversation is None else self._cached.get(sequence.conversation, 0)
+            replica = self._admission.choose(sequence, crowded=crowded or cached > 0)
             if replica is None:
                 return  # longest-waiting first: no sequence overtakes another
             replica.admit(self._waiting.popleft())
-            self._prefilled_again += max(0, min(kept, sequence.num_prefill) - sequence.num_prefilled)
+            self._prefilled_again += max(0, min(cached, sequence.num_prefill) - sequence.num_prefilled)
             self._admission.update(replica)
             self._num_active += 1
             self._slots.put(sequence)

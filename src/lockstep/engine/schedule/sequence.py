@@ -147,7 +147,7 @@ class Sequence:
     routed_prompt: list[Int32[np.ndarray, "word token"]] | None = None
     """The experts of the pages of the prompt, once the sequence has ended; None where not all were prefilled."""
     conversation: int | None = None
-    """The conversation that keeps its K/V; None where none does."""
+    """The conversation that it is a turn of; None where it is of none."""
     num_tokens: int = 0
     """The number of sampled tokens."""
     finish_reason: FinishReason | None = None
@@ -160,8 +160,8 @@ class Sequence:
     """The pages of the replica, in order; none before admission and after release."""
     num_prefilled: int = 0
     """The number of tokens whose K/V is written, or is in a launch that writes it."""
-    num_kept: int = 0
-    """The number of tokens whose K/V its conversation keeps, once the sequence has ended."""
+    num_cached: int = 0
+    """The number of tokens that a next turn of its conversation need not prefill if all is kept, once it has ended."""
     _sampled: list[Int32[np.ndarray, "part token"]] = dataclasses.field(default_factory=list)
     """The samples of each launch, as in `DecodeResults`."""
     _tokens: list[int] = dataclasses.field(default_factory=list)
@@ -311,7 +311,7 @@ class Counts:
     drafted: int = 0  # number of tokens for which there was a draft
     right: int = 0  # number of those that were as drafted
     prefilled: int = 0  # number of prompt tokens that were prefilled, each time that they were
-    prefilled_again: int = 0  # number of those whose K/V a conversation had kept until memory was wanted
+    prefilled_again: int = 0  # number of those that an earlier turn had in the cache, where it was not kept
 
     @property
     def of_drafts(self) -> DraftCounts:
