@@ -4,7 +4,7 @@
 
 First it is a language model of chats (`chats`) that show the format: whether the calculator is called, what it says,
 and which of the numbers so far is the answer are drawn at random, and in one of four calls the numbers too. So about
-one conversation in twenty ends well by chance. Then GRPO rewards answers that are right, and nothing else. No sum is
+one conversation in eight ends well by chance. Then GRPO rewards answers that are right, and nothing else. No sum is
 asked twice: the reward of a step is that of questions that the model has never seen. It ends with 1 where the reward
 has not risen from `LOW` to `HIGH`.
 """
@@ -21,9 +21,9 @@ from lockstep.printable import print_lines
 from lockstep.report import conversation_text, find_run, make_report, page_path, read_jsonl
 
 HERE = Path(__file__).parent
-LOW, HIGH = 0.2, 0.5  # the mean reward of the first steps at most, and of the last ones at least
+LOW, HIGH = 0.2, 0.8  # the mean reward of the first steps at most, and of the last ones at least
 FIRST, LAST = 3, 10  # steps
-LARGEST = 60  # the largest number of a sum
+LARGEST = 31  # the largest number of a sum
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CALL, CALL_END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 CHAT_TEMPLATE = (
@@ -79,7 +79,7 @@ def write_tokenizer(texts, directory):
 def write_data(directory):
     """Write chats, sums and the tokenizer; the same every time."""
     draw = random.Random(0)
-    shown = list(chats(8000, draw))
+    shown = list(chats(24000, draw))
     texts = [message["content"] for messages in shown for message in messages]
     write_tokenizer(texts, directory / "tokenizer")
     sums = [(first, second) for first in range(LARGEST + 1) for second in range(LARGEST + 1)]
