@@ -275,7 +275,8 @@ SHOWN = {
 """Each block of output: the test that runs its command and compares, and what of VARIES varies in it."""
 
 NOT_PRINTED = {
-    "docs/architecture.md:text:0": "a formula; tests/oracle.py computes draws with it",
+    "docs/architecture.md:text:0": "a drawing; tests/unit/test_request_path.py follows a request",
+    "docs/architecture.md:text:1": "a formula; tests/oracle.py computes draws with it",
     "docs/adr/0003-decode-mesh-refines-training-mesh.md:text:0": "a drawing",
 }
 """Blocks of text that no program prints."""
