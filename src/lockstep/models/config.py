@@ -31,13 +31,6 @@ _NOT_EXACT: Final = ("gated_norm_rank", "unit_qk_norm", "exclusive_attention", "
 by other functions, and a gate that is met with linear attention alone."""
 
 
-_NOT_LATENT: Final = (
-    "attention_sinks", "unit_qk_norm", "exclusive_attention", "head_gates", "o_bias", "wide_qk_norm",
-    "gated_attention",
-)  # fmt: skip
-"""Fields of a variant that attention with a latent does not have."""
-
-
 class ModelConfig(draccus.ChoiceRegistry):
     """The registry of model configurations: ``type`` of ``model`` in a YAML file, one for each family."""
 
@@ -89,11 +82,6 @@ class LlamaConfig(ModelConfig):
     """Whether an RMSNorm over the head comes before the rotary embeddings of queries and keys (Qwen3)."""
     variant: Variant = dataclasses.field(default_factory=Variant)
     """The departures from Llama."""
-    linear_attention: LinearAttention | None = None
-    """The layers with linear attention, beside others with attention over all positions. Null for none."""
-    latent: Latent | None = None
-    """The latent that keys and values of all heads are made of, which sets the sizes of heads (DeepSeek's multi-head
-    latent attention). Null for none."""
     experts: Experts | None = None
     """The experts of every layer, in place of an MLP. Null for none."""
     gradient_checkpointing: bool | Literal["nothing", "full", "dots", "offload"] = True
@@ -141,7 +129,6 @@ class LlamaConfig(ModelConfig):
                 f"layer_norm_epsilon is {self.layer_norm_epsilon} and initializer_range is {self.initializer_range}; "
                 "layer_norm_epsilon must be positive and initializer_range at least 0. Llama uses 1e-5 and 0.02."
             )
-        self._check_latent()
         check_backend(self.attn_backend)
         self._check_numerics()
         if self.qkv_bias and self.qk_norm and not self._biased_norms:
@@ -167,7 +154,11 @@ class LlamaConfig(ModelConfig):
                 f"variant.layer_types has {len(types)} entries and num_layers is {self.num_layers}; it needs one for "
                 "each layer. Set it to null where all layers are of one kind."
             )
-        self._check_linear()
+        if self.linear_layers and self.linear_attention is None:
+            raise ConfigError(
+                f"variant.layer_types has linear_attention in {len(self.linear_layers)} of {self.num_layers} layers, "
+                "and linear_attention is null. Give them another type, or set linear_attention, which qwen3_next has."
+            )
         if self.variant.wide_qk_norm and not self.qk_norm:
             raise ConfigError("variant.wide_qk_norm is true, qk_norm is false: there is no norm. Set qk_norm to true.")
         sliding = self.variant.sliding_rope
@@ -188,44 +179,11 @@ class LlamaConfig(ModelConfig):
                 f"elements rotates {rotated}; they are rotated in pairs. Change the factor."
             )
 
-    def _check_latent(self) -> None:
-        if self.latent is None:
-            return
-        if self.num_kv_heads != self.num_heads or self.head_dim not in (None, self.latent.head_size):
-            raise ConfigError(
-                f"latent makes a key of {self.latent.head_size} elements for each of num_heads {self.num_heads}; "
-                f"num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}. Set num_kv_heads to num_heads, and "
-                "head_dim to null."
-            )
-        plain = Variant()
-        departures = [name for name in ("qkv_bias", "qk_norm") if getattr(self, name)]
-        departures += [f"variant.{name}" for name in _NOT_LATENT if getattr(self.variant, name) != getattr(plain, name)]
-        if departures:
-            raise ConfigError(
-                f"latent and {departures[0]} are both set; no family has both. Set latent to null, or {departures[0]} "
-                "to its default."
-            )
-
-    def _check_linear(self) -> None:
-        linear = len(self.linear_layers)
-        if (self.linear_attention is None) == bool(linear) or linear == self.num_layers:
-            raise ConfigError(
-                f"linear_attention is {self.linear_attention}, and {linear} of {self.num_layers} layers have it "
-                "(full_attention_every, or variant.layer_types); some layers have it, and some have attention over all "
-                "positions. Correct them, or set linear_attention to null where no layer has it."
-            )
-
     def _check_numerics(self) -> None:
         if self.numerics not in get_args(Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be fast or exact. Use fast if in doubt.")
         if not self.exact:
             return
-        if self.linear_attention is not None:
-            raise ConfigError(
-                "numerics is exact and linear_attention is set: the sums in its memory are made of 64 positions at a "
-                "time in training, of a page in prefill, of one in decode, so that they round differently. Set "
-                "numerics to fast."
-            )
         plain = Variant()
         departures = {
             f"variant.{name}": value
@@ -236,6 +194,16 @@ class LlamaConfig(ModelConfig):
             departures["experts.scoring"] = "sigmoid"
         for name, value in departures.items():
             raise ConfigError(f"numerics is exact and {name} is {value}, which is not exact yet. Set numerics to fast.")
+
+    @property
+    def linear_attention(self) -> LinearAttention | None:
+        """The layers with linear attention; a field of Qwen3-Next, and None in others."""
+        return None
+
+    @property
+    def latent(self) -> Latent | None:
+        """The latent that keys and values of all heads are made of; a field of DeepSeek V3, and None in others."""
+        return None
 
     @property
     def exact(self) -> bool:
@@ -271,24 +239,22 @@ class LlamaConfig(ModelConfig):
     @property
     def head_size(self) -> int:
         """The size of one attention head in elements."""
-        if self.latent is not None:
-            return self.latent.head_size
         return self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def rotary_size(self) -> int:
         """The elements of a head that may be rotated."""
-        return self.head_size if self.latent is None else self.latent.qk_rope_head_dim
+        return self.head_size
 
     @property
     def value_size(self) -> int:
         """The size of one head's value in elements."""
-        return self.head_size if self.latent is None else self.latent.v_head_dim
+        return self.head_size
 
     @property
     def kept_kv_heads(self) -> int:
         """The key/value heads of which a decoder keeps each position, and which devices can split."""
-        return self.num_kv_heads if self.latent is None else 1
+        return self.num_kv_heads
 
     @property
     def q_heads_per_group(self) -> int:

@@ -10,9 +10,10 @@ import pytest
 from lockstep.engine import EngineConfig
 from lockstep.engine.decode_model import DecodeModels
 from lockstep.errors import ConfigError
-from lockstep.models import LlamaConfig, Variant, read_decoder
+from lockstep.models import Variant, read_decoder
 from lockstep.models.attention.training import CausalAttention
 from lockstep.models.attention.training.causal import blockwise_attention
+from lockstep.models.families.deepseek_v3 import DeepseekV3Config
 from lockstep.models.latent import Latent, LatentQueries, absorbed, expanded, values_of
 from tests.unit.engine.models import FAMILIES, mesh_of, model_on
 
@@ -45,13 +46,13 @@ def test_attention_to_the_latent_is_that_to_its_keys_and_values(query_block: int
     [
         ({"num_kv_heads": 2}, "num_kv_heads is 2 and head_dim None. Set num_kv_heads to num_heads"),
         ({"head_dim": 8}, "a key of 192 elements .* head_dim 8. Set .* head_dim to null"),
-        ({"qk_norm": True}, "latent and qk_norm are both set"),
-        ({"variant": Variant(attention_sinks=True)}, "latent and variant.attention_sinks are both set"),
+        ({"qk_norm": True}, "qk_norm is set, which attention with a latent does not have"),
+        ({"variant": Variant(attention_sinks=True)}, "variant.attention_sinks is set, which"),
     ],
 )
 def test_what_a_latent_is_not_computed_with_is_refused(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        LlamaConfig(**{"num_heads": 6, "num_kv_heads": 6, "latent": Latent(), **fields})
+        DeepseekV3Config(**{"num_heads": 6, "num_kv_heads": 6, **fields})
 
 
 @pytest.mark.parametrize(("name", "size"), [("kv_lora_rank", 0), ("q_lora_rank", 0), ("qk_rope_head_dim", 3)])

@@ -14,6 +14,12 @@ from lockstep.models.latent import Latent
 from lockstep.models.rope import RotaryConfig, YarnScaling, required, rope_from_hf, rope_to_hf
 from lockstep.models.variant import Variant
 
+_NOT_LATENT: Final = (
+    "attention_sinks", "unit_qk_norm", "exclusive_attention", "head_gates", "o_bias", "wide_qk_norm",
+    "gated_attention",
+)  # fmt: skip
+"""Fields of a variant that attention with a latent does not have."""
+
 
 @ModelConfig.register_subclass("deepseek_v3")
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +27,8 @@ class DeepseekV3Config(LlamaConfig):
     """DeepSeek V3 (https://arxiv.org/abs/2412.19437): attention with a latent, and experts in groups."""
 
     variant: Variant = dataclasses.field(default_factory=lambda: Variant(interleaved_rope=True))
-    latent: Latent | None = dataclasses.field(default_factory=Latent)
+    latent: Latent = Latent()
+    """The latent that keys and values of all heads are made of, which sets the sizes of heads."""
     experts: Experts | None = dataclasses.field(
         default_factory=lambda: Experts(
             num_experts=256, num_experts_per_tok=8, intermediate_dim=2048, mlp_only_layers=(0, 1, 2),
@@ -29,6 +36,42 @@ class DeepseekV3Config(LlamaConfig):
             routed_scaling_factor=2.5, load_balancing_coef=0.0,
         )
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_kv_heads != self.num_heads or self.head_dim not in (None, self.head_size):
+            raise ConfigError(
+                f"latent makes a key of {self.head_size} elements for each of num_heads {self.num_heads}; "
+                f"num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}. Set num_kv_heads to num_heads, and "
+                "head_dim to null."
+            )
+        plain = Variant()
+        departures = [name for name in ("qkv_bias", "qk_norm") if getattr(self, name)]
+        departures += [f"variant.{name}" for name in _NOT_LATENT if getattr(self.variant, name) != getattr(plain, name)]
+        if departures:
+            raise ConfigError(
+                f"{departures[0]} is set, which attention with a latent does not have. Set it to its default."
+            )
+
+    @property
+    def head_size(self) -> int:
+        """The size of a head's key in elements: what is rotated, and what is not."""
+        return self.latent.head_size
+
+    @property
+    def rotary_size(self) -> int:
+        """The elements of a head that may be rotated."""
+        return self.latent.qk_rope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """The size of one head's value in elements."""
+        return self.latent.v_head_dim
+
+    @property
+    def kept_kv_heads(self) -> int:
+        """The key/value heads of which a decoder keeps each position: the latent is one."""
+        return 1
 
 
 _SIZES: Final = [field.name for field in dataclasses.fields(Latent)]

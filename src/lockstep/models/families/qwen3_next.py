@@ -41,13 +41,30 @@ class Qwen3NextConfig(qwen3.Qwen3Config):
     head_dim: int | None = 256
     rope: RotaryConfig = dataclasses.field(default_factory=lambda: RotaryConfig(theta=1e7, partial_rotary_factor=0.25))
     variant: Qwen3NextVariant = dataclasses.field(default_factory=Qwen3NextVariant)
-    linear_attention: LinearAttention | None = dataclasses.field(default_factory=LinearAttention)
+    linear_attention: LinearAttention | None = LinearAttention()
+    """The layers with linear attention, beside others with attention over all positions. Null for none."""
     experts: Experts | None = dataclasses.field(
         default_factory=lambda: Experts(
             num_experts=512, num_experts_per_tok=10, intermediate_dim=512, shared_intermediate_dim=512,
             shared_router=True,
         )
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.exact and self.linear_attention is not None:
+            raise ConfigError(
+                "numerics is exact and linear_attention is set: the sums in its memory are made of 64 positions at a "
+                "time in training, of a page in prefill, of one in decode, so that they round differently. Set "
+                "numerics to fast."
+            )
+        super().__post_init__()
+        linear = len(self.linear_layers)
+        if self.linear_attention is not None and linear in (0, self.num_layers):
+            raise ConfigError(
+                f"linear_attention is {self.linear_attention}, and {linear} of {self.num_layers} layers have it "
+                "(full_attention_every, or variant.layer_types); some layers have it, and some have attention over all "
+                "positions. Correct them, or set linear_attention to null where no layer has it."
+            )
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
