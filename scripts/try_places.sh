@@ -44,6 +44,8 @@ with_no_git() { # every command on PATH but git
     done
   done
   export PATH="$work/programs"
+  chmod 755 "$work" # another user's way to it
+  start+=(env "PATH=$PATH")
 }
 with_loader() { # a Python that starts only where its libraries are named, as in conda
   export LD_LIBRARY_PATH="$work/libraries"
