@@ -38,6 +38,7 @@ SET = {
     "GIT_CONFIG_KEY_0": "safe.directory",  # a clone may belong to another user than the tests' processes
     "GIT_CONFIG_VALUE_0": "*",
     "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_PYTHON_REFRESH": "quiet",  # Levanter imports GitPython, which refuses that where git is missing
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / "build" / "jax-cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     "JAX_PLATFORMS": "cpu",
