@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import levanter_round, workers
 from benchmarks.run_facts import ROOT, command, run_facts
+from tests.git import needs_git
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -30,6 +31,7 @@ def test_of_a_path_in_the_command_the_last_part_stays(argument: str, want: str) 
     assert made == ["python", "-m", "benchmarks.decode", "--quick", want]
 
 
+@needs_git
 def test_the_facts_of_a_run() -> None:
     script = "import json, benchmarks.run_facts as f; print(json.dumps(f.run_facts()))"
     run = subprocess.run([sys.executable, "-c", script, "/srv/x.json"], cwd=ROOT, capture_output=True, text=True)

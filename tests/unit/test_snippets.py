@@ -16,6 +16,7 @@ import yaml
 
 from lockstep.configuration import decode_config
 from lockstep.launch import parse
+from lockstep.launch.setup_vm import Version
 from lockstep.main import cli
 from lockstep.main.commands import configured_commands
 from lockstep.report import Row, append_jsonl
@@ -24,6 +25,7 @@ from lockstep.training.data.examples import FORMATS
 from lockstep.training.data.records import BadRow
 from lockstep.training.rl.questions import iter_questions
 from tests import snippets, tiny
+from tests.git import HAS_GIT
 from tests.snippets import BLOCKS, ROOT, commands
 
 
@@ -101,6 +103,9 @@ def desk(tmp_path, monkeypatch):
     for name in snippets.BEGINS:
         monkeypatch.setattr(f"lockstep.{name}", begin)
     monkeypatch.setattr(sys.modules["lockstep.launch.main"], "load_record", begin)
+    if not HAS_GIT:
+        for module in ("gke", "setup_vm"):
+            monkeypatch.setattr(f"lockstep.launch.{module}.version_of", lambda: Version(name="1", changed=False))
     (tmp_path / "any.whl").touch()  # tests/package builds the wheel, which takes seconds
     monkeypatch.setattr("lockstep.launch.gke.build_wheel", lambda *_: tmp_path / "any.whl")
     monkeypatch.setattr("lockstep.main.prepare.jax", SimpleNamespace(config=SimpleNamespace(update=lambda *_: None)))

@@ -194,8 +194,15 @@ def _digest(root: Path) -> str:
     return total.hexdigest()[:10]
 
 
-NO_GIT: Final = Cause(summary="git failed in {root}", advice="Run the command by hand to see more", code=SETUP_FAILED)
-GIT: Final = Tool(missing=NO_GIT, unknown=NO_GIT, limit_s=60.0)
+NO_GIT: Final = Cause(
+    summary="there is no git, which knows the version and the files of {root}",
+    advice="Install git, or prepare an image with the package and pass --venv DIR or --setup none",
+    code=SETUP_FAILED,
+)
+GIT_FAILED: Final = Cause(
+    summary="git failed in {root}", advice="Run the command by hand to see more", code=SETUP_FAILED
+)
+GIT: Final = Tool(missing=NO_GIT, unknown=GIT_FAILED, limit_s=60.0)
 NO_WHEEL: Final = Cause(
     summary="the wheel of lockstep cannot be built",
     advice="Install uv (https://docs.astral.sh/uv), or run the launcher with a Python that has pip",

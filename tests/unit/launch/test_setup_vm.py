@@ -13,6 +13,7 @@ from lockstep.launch import setup_vm
 from lockstep.launch.backend import LaunchError
 from tests.fake_cloud.commands import write_command
 from tests.fake_cloud.shellcheck import shellcheck
+from tests.git import needs_git
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def commit(root: Path) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
+@needs_git
 def test_a_version_is_the_commit_and_what_differs_from_it(checkout):
     clean = setup_vm.version_of(checkout)
     assert clean == setup_vm.Version(name=f"1.2.3-{commit(checkout)}", changed=False)
@@ -71,6 +73,7 @@ mkdir -p "$5" && echo wheel > "$5/jax_lockstep-1.2.3-py3-none-any.whl"
 """
 
 
+@needs_git
 def test_a_wheel_is_built_once_from_what_git_knows(checkout, tmp_path, monkeypatch):
     uv = tmp_path / "bin" / "uv"
     uv.parent.mkdir()
@@ -95,6 +98,17 @@ def test_a_wheel_is_built_once_from_what_git_knows(checkout, tmp_path, monkeypat
     (checkout / "src" / "lockstep" / "new.py").write_text("changed")
     with pytest.raises(LaunchError, match=r"(?s)cannot be built.*\$ uv build.*error: broken build.*Install uv"):
         setup_vm.build_wheel(checkout, setup_vm.version_of(checkout))
+
+
+def test_without_git_it_says_what_else_there_is(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        LaunchError, match=r"there is no git, which knows the version(?s:.*)Install git, or .*--setup none"
+    ) as caught:
+        setup_vm.version_of(tmp_path)
+    assert caught.value.code == SETUP_FAILED
 
 
 def test_without_uv_pip_builds_it(monkeypatch):
@@ -168,6 +182,7 @@ def test_the_script_is_one_that_shellcheck_accepts():
     assert shellcheck(text, "--shell=sh", "--severity=style") == ""
 
 
+@needs_git
 def test_the_checkout_of_this_test_has_a_version():
     version = setup_vm.version_of()
     assert version.name.startswith(setup_vm._number(setup_vm.ROOT))

@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch.machines import Ssh
 from lockstep.launch.options import parse_options
 from lockstep.launch.sync import check_configuration, files_of, make_archive
+from tests.git import needs_git
 
 
 @pytest.fixture
@@ -70,6 +71,7 @@ def test_a_directory_without_git(folder):
         assert {member.uname for member in tar} == {""}
 
 
+@needs_git
 def test_git_says_what_belongs_to_a_repository(folder):
     subprocess.run(["git", "init", "-q"], check=True)
     (folder / ".gitignore").write_text("*.log\n__pycache__/\n")
@@ -80,6 +82,7 @@ def test_git_says_what_belongs_to_a_repository(folder):
     ]
 
 
+@needs_git
 def test_repositories_within_a_repository_come_with_it(folder):
     def git(*words):
         subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=a@b", *words], check=True, capture_output=True)
@@ -110,6 +113,7 @@ def test_repositories_within_a_repository_come_with_it(folder):
     assert list(files_of("code/not_fetched")) == []
 
 
+@needs_git
 @pytest.mark.parametrize("nested", [True, False])
 def test_the_configuration_of_a_repository_is_somebody_elses(folder, nested):
     """``core.fsmonitor`` is a command that git runs; ``core.worktree`` leads to files elsewhere."""
