@@ -3,7 +3,7 @@
 ``install(directory)`` puts kubectl there. The cluster is the directory ``$FAKE_KUBE``. Each pod has a home directory of
 its own, and ``/lockstep/…`` of its script is there. Faults, each a variable: ``FAKE_KUBE_REFUSES`` is what the cluster
 answers instead of creating a JobSet; ``FAKE_KUBE_DISRUPTS`` is the process whose node is taken away half a second after
-the first start; ``FAKE_KUBE_WAITS`` is why pods never start; with ``FAKE_KUBE_DROPS`` a connection to a log breaks
+all printed a line; ``FAKE_KUBE_WAITS`` is why pods never start; with ``FAKE_KUBE_DROPS`` a connection to a log breaks
 after two lines. With the file ``away`` there, the cluster does not answer, once. The file ``slices`` has the number of
 slices that nodes are there for: pods of others wait. A JobSet of a queue is one of Kueue's, which starts it again when
 somebody else suspends it, as long as its Workload is active. The cluster of ``--context=NAME`` is the directory
@@ -174,6 +174,7 @@ class Pod:
         }
         self.index, self.process_number = index, slice_index * self.hosts + index
         self.disrupted, self.ended = False, ""
+        self.printed_at: float | None = None
         room = home() / "slices"
         no_node = room.exists() and slice_index >= int(room.read_text())
         self.waits = "Unschedulable" if no_node else os.environ.get("FAKE_KUBE_WAITS")
@@ -219,6 +220,7 @@ class Pod:
                 now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f000Z ")
                 log.write(now.encode() + line)
                 log.flush()
+                self.printed_at = self.printed_at or time.monotonic()
         (directory / "ended").touch()
 
     def code(self) -> int | None:
@@ -288,7 +290,7 @@ def watch(name: str, found, pods: list[Pod], attempt: int) -> str:
     """Wait for the end of an attempt; return the JobSet's state, ``Restart``, or "" for suspended or deleted."""
     job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
     grace_s = min(job["template"]["spec"]["terminationGracePeriodSeconds"], 3)
-    begin, disrupts = time.monotonic(), os.environ.get("FAKE_KUBE_DISRUPTS")
+    disrupts = os.environ.get("FAKE_KUBE_DISRUPTS")
     while True:
         write("pods", name, [pod.described() for pod in pods])
         now = read("jobset", name)
@@ -303,7 +305,8 @@ def watch(name: str, found, pods: list[Pod], attempt: int) -> str:
             end(pods, grace_s, home() / f"kill-{name}")
             write("pods", name, [])
             return ""
-        if disrupts and attempt == 0 and time.monotonic() - begin > 0.5:
+        shown = [pod.printed_at is not None and time.monotonic() - pod.printed_at > 0.5 for pod in pods]
+        if disrupts and attempt == 0 and all(shown):
             pods[int(disrupts)].disrupted = True
             pods[int(disrupts)].signal(signal.SIGKILL)
         codes = [pod.code() for pod in pods]
