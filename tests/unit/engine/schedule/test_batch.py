@@ -67,10 +67,9 @@ def test_an_empty_decode_has_idle_slots_that_no_token_stops() -> None:
 
 def batch_with(**params: Any) -> tuple[SamplingBatch, Sequence]:
     """A batch of one replica with two slots, and a sequence with one sampled token in the second slot."""
-    one = request(0, 3, 8, **params)
-    sequence = Sequence(request=one, generation_id=0)
+    sequence = Sequence(request=request(0, 3, 8, **params), generation_id=0)
     sequence.extend(np.array([[9], [0], [0]], np.int32))
-    capacity = capacity_of(slots=2, page_size=4, pages_per_sequence=2, **sampling_sizes([one.params]))
+    capacity = capacity_of(slots=2, page_size=4, pages_per_sequence=2, **sampling_sizes([sequence.request.params]))
     batch = SamplingBatch.empty(capacity)
     batch.set((0, 1), sequence)
     return batch, sequence

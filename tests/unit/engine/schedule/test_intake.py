@@ -203,17 +203,17 @@ def test_it_is_the_choice_of_one_after_the_other(replicas, slots, pages, copies,
     admission, active = Admission(capacity, made), []
     for number, (prompt, new, crowded, leaves) in enumerate(steps):
         sequence = sequence_of(number, prompt, new)
-        found = admission.choose(sequence, crowded=crowded)
-        assert found is choose(made, sequence, crowded)
-        if found is not None:
-            found.admit(sequence)
+        replica = admission.choose(sequence, crowded=crowded)
+        assert replica is choose(made, sequence, crowded)
+        if replica is not None:
+            replica.admit(sequence)
             active.append(sequence)
         elif active:
             sequence = active.pop(leaves % len(active))
-            found = made[sequence.replica]
-            found.release(sequence)
-        if found is not None:
-            admission.update(found)
+            replica = made[sequence.replica]
+            replica.release(sequence)
+        if replica is not None:
+            admission.update(replica)
     for sequence in active:
         made[sequence.replica].release(sequence)
     assert not made[0].holders, "what nobody has is listed nowhere"
@@ -222,15 +222,15 @@ def test_it_is_the_choice_of_one_after_the_other(replicas, slots, pages, copies,
 def test_replicas_that_are_idle_are_given_nothing() -> None:
     capacity = capacity_of(page_size=PAGE, slots=2, replicas=4, idle_replicas=2)
     made = [Replica(index, capacity) for index in capacity.active_replicas]
-    admission, found = Admission(capacity, made), []
+    admission, chosen = Admission(capacity, made), []
     for number in range(5):
         sequence = sequence_of(number, (number, number))
         replica = admission.choose(sequence, crowded=False)
-        found.append(None if replica is None else replica.index)
+        chosen.append(None if replica is None else replica.index)
         if replica is not None:
             replica.admit(sequence)
             admission.update(replica)
-    assert found == [0, 2, 0, 2, None]
+    assert chosen == [0, 2, 0, 2, None]
 
 
 @pytest.mark.parametrize(

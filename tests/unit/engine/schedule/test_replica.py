@@ -117,8 +117,8 @@ def test_the_first_that_waits_for_a_copy_prefills_the_page_when_its_source_leave
 def replicas_with(capacity: Capacity, *requests: Request) -> list[Replica]:
     """One replica with the requests in its slots, in order."""
     replica = Replica(0, capacity)
-    for one in requests:
-        replica.admit(Sequence(request=one, generation_id=0))
+    for asked in requests:
+        replica.admit(Sequence(request=asked, generation_id=0))
     return [replica]
 
 
@@ -147,8 +147,8 @@ def test_a_row_of_prompt_logprobs_has_each_tokens_successor() -> None:
 def slots_with(capacity: Capacity, *requests: Request) -> DecodeSlots:
     """One replica with the requests in its slots, in order."""
     replica, slots = Replica(0, capacity), DecodeSlots(capacity)
-    for one in requests:
-        sequence = Sequence(request=one, generation_id=0)
+    for asked in requests:
+        sequence = Sequence(request=asked, generation_id=0)
         replica.admit(sequence)
         slots.put(sequence)
     return slots
