@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from lockstep.errors import ConfigError
 from lockstep.models import block
-from lockstep.models.attention import CausalAttention, SplitPositions, self_attention
+from lockstep.models.attention import CausalAttention, HeadArrays, SplitPositions, self_attention
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.experts import RouterSums
 from lockstep.models.layers import feed_forward, first_stream, last_stream, layer
@@ -115,14 +115,13 @@ class LlamaAttention(eqx.Module):
         *rows, Position = ops.rows
         KVHead = LlamaAxes.of(self.config).KVHead
 
-        def attend(
-            window: int | None, q: Array, k: Array, v: Array, segment_ids: Array | None, sinks: Array | None
-        ) -> Array:
+        def attend(window: int | None, arrays: HeadArrays) -> Array:
             scores = CausalAttention(
                 scale=q.shape[-1] ** -0.5, sliding_window=window, soft_cap=self.config.variant.attention_soft_cap
             )
             return self_attention(
-                *(q, k, v, segment_ids, scores, sinks),
+                arrays,
+                scores,
                 backend=self.config.attn_backend,
                 split=SplitPositions.of(Position),
                 batch_axes=physical_axis_name(rows[0]) if rows else None,
@@ -130,13 +129,14 @@ class LlamaAttention(eqx.Module):
             )
 
         documents = None if segment_ids is None else segment_ids.rearrange(ops.rows).array.reshape(-1, Position.size)
-        operands = *(x.reshape(-1, *x.shape[len(rows) :]) for x in (q, k, v)), documents, ops.array(self.sinks)
+        flat = (x.reshape(-1, *x.shape[len(rows) :]) for x in (q, k, v))
+        arrays = HeadArrays(*flat, documents, ops.array(self.sinks))
         windows = [kind.window for kind in distinct(layer_kinds(self.config))[0]]
         if layer_kind is None:
-            return attend(windows[0], *operands)
+            return attend(windows[0], arrays)
         # The kernel's blocks depend on the window, so each has a branch.
         branches = [functools.partial(attend, window) for window in windows]
-        attended: Array = jax.lax.switch(layer_kind.array, branches, *operands)
+        attended: Array = jax.lax.switch(layer_kind.array, branches, arrays)
         return attended
 
 

@@ -77,15 +77,15 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _preset(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, context: int = 131072, head: int = 256,
-            scalar: int = 256, window: int = 1024, factor: float = 8, vocab: int = 262208) -> ModelPreset:  # fmt: skip
-    scale = None if scalar == head else scalar**-0.5
+def _preset(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, head: int = 256, scalar: int = 256
+) -> ModelPreset:
     config = Gemma3Config(
-        max_seq_len=context, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=head, rope=RotaryConfig(theta=1e6, linear_factor=factor),
-        variant=Gemma3Variant(attention_scale=scale, sliding_window=window),
+        max_seq_len=131072, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=head, rope=RotaryConfig(theta=1e6, linear_factor=8.0),
+        variant=Gemma3Variant(attention_scale=None if scalar == head else scalar**-0.5),
     )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=vocab)
+    return ModelPreset(config=config, vocab_size=262208)
 
 
 FAMILY: Final = Family(
@@ -99,9 +99,15 @@ FAMILY: Final = Family(
     activation_key="hidden_activation",
     # Table 1 of the paper; the rest is in each checkpoint's config.json.
     presets={
-        "gemma-3-1b": _preset(1152, 6912, 26, 4, 1, context=32768, window=512, factor=1.0, vocab=262144),
+        "gemma-3-1b": ModelPreset(
+            config=Gemma3Config(
+                max_seq_len=32768, hidden_dim=1152, intermediate_dim=6912, num_layers=26, num_heads=4, num_kv_heads=1,
+                variant=Gemma3Variant(sliding_window=512),
+            ),
+            vocab_size=262144,
+        ),
         "gemma-3-4b": _preset(2560, 10240, 34, 8, 4),
         "gemma-3-12b": _preset(3840, 15360, 48, 16, 8),
         "gemma-3-27b": _preset(5376, 21504, 62, 32, 16, head=128, scalar=168),
     },
-)
+)  # fmt: skip
