@@ -105,8 +105,8 @@ def self_attention(
         if split is None:
             return splash_attention(arrays, attention, interpret=interpret)
         order, query_segments, kernel = own
-        k, v, segments = (None if array is None else split.joined(array) for array in arrays[1:4])
-        arrays = arrays._replace(k=k, v=v, segment_ids=segments)
+        segments = None if arrays.segment_ids is None else split.joined(arrays.segment_ids)
+        arrays = HeadArrays(arrays.q, split.joined(arrays.k), split.joined(arrays.v), segments, arrays.sinks)
         if splash:
             return splash_attention(arrays, attention, query_segments=query_segments, kernel=kernel)
         return plain(arrays, attention, Queries(order, query_segments))
@@ -114,12 +114,12 @@ def self_attention(
     # XLA cannot split a kernel over devices. For a split row it gathers keys, values and segment ids.
     whole, rows = PartitionSpec(batch_axes, None, head_axes), PartitionSpec(batch_axes)
     queries = PartitionSpec(batch_axes, positions, head_axes)
-    specs = HeadArrays(queries, whole, whole, rows, PartitionSpec(head_axes))
+    specs: Any = queries, whole, whole, rows, PartitionSpec(head_axes)
     own = (PartitionSpec(positions), PartitionSpec(batch_axes, positions), kernel_spec)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(specs, *own),
+        in_specs=(HeadArrays(*specs), *own),
         out_specs=queries,
         axis_names=auto_axes(mesh),
         check_vma=False,  # the kernel does not say over which axes its result varies
