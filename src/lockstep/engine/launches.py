@@ -180,20 +180,19 @@ class Devices:
 
     def launch(self, batch: Batch, argument: Any, scheduler: Scheduler, gate: Gate) -> None:
         """Launch the program of a batch, and wait for results that decide about the next launch."""
-        programs, weights, routed = self._programs, self._weights, scheduler.capacity.routed_experts
+        programs, weights = self._programs, self._weights
         match batch:
             case PrefillBatch():
                 with gate.launch("prefill"):
-                    self._pool = programs.prefill(weights, self._pool, argument)
-                if routed:
-                    self._pool, words = self._pool
+                    self._pool, words = programs.prefill(weights, self._pool, argument)
+                if words is not None:
                     experts = start_fetch(words)
                     self._results.append(lambda: scheduler.commit_routed(batch, experts()))
             case CopyPagesBatch():
                 assert programs.copy_pages is not None
                 with gate.launch("copy_pages"):
                     self._pool = programs.copy_pages(self._pool, argument)
-                if routed:
+                if scheduler.capacity.routed_experts:
                     self._results.append(lambda: scheduler.commit_routed(batch))
             case PromptLogprobsBatch():
                 assert programs.prompt_logprobs is not None

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from lockstep.engine.decode_model import DecodeModel
-from lockstep.engine.decoder.decode import decode_function, verify_function
+from lockstep.engine.decoder.decode import decode_function
 from lockstep.engine.decoder.prefill import copy_pages_function, prefill_function, prompt_logprobs_function
 from lockstep.engine.decoder.states import KvAndStates, state_structs
 from lockstep.engine.decoder.transformer import Transformer, routed_shape
+from lockstep.engine.decoder.verify import verify_function
 from lockstep.engine.schedule import (
     Batch,
     Capacity,
@@ -152,10 +153,7 @@ def build_programs(
         routed=routed_shape(model.config, sizes),
     )  # fmt: skip
     on_mesh = _OnMesh(compiled=compiled, layouts=layouts, weights=structs, pool=pool, decode_mesh=decode_mesh)
-    prefill = on_mesh(
-        "prefill", prefill_function(transformer, sizes, attention), PrefillBatch.empty(sizes),
-        results=bool(sizes.routed_experts),
-    )  # fmt: skip
+    prefill = on_mesh("prefill", prefill_function(transformer, sizes, attention), PrefillBatch.empty(sizes))
     copy_pages = None
     if sizes.page_copies:
         copies = _packed(CopyPagesBatch.empty(sizes), decode_mesh)
@@ -189,7 +187,9 @@ def build_programs(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OnMesh:
-    """Compiles functions of (weights, pool, a replica's part of a packed batch) that return the pool and results."""
+    """Compiles functions of (weights, pool, a replica's part of a packed batch) that return the pool, and results or
+    None.
+    """
 
     compiled: Callable[..., Program]
     layouts: LayoutTree
@@ -197,17 +197,14 @@ class _OnMesh:
     pool: Any
     decode_mesh: DecodeMesh
 
-    def __call__(
-        self, name: str, function: Callable[..., Any], batch: Batch, *, results: bool = True, reads_only: bool = False
-    ) -> Program:
+    def __call__(self, name: str, function: Callable[..., Any], batch: Batch, *, reads_only: bool = False) -> Program:
         """Compile a function for batches as this one.
 
-        A function without ``results`` returns the pool alone. One that ``reads_only`` leaves the pool unchanged and
-        returns its results alone.
+        One that ``reads_only`` leaves the pool unchanged and returns its results alone.
         """
         everywhere, packed = self.decode_mesh.sharding(), _packed(batch, self.decode_mesh)
         shardings = _shardings(self.pool)
-        outputs = everywhere if reads_only else (shardings, everywhere) if results else shardings
+        outputs = everywhere if reads_only else (shardings, everywhere)
         pool_specs = jax.tree.map(lambda part: part.spec, shardings)
         mapped = jax.shard_map(
             function,

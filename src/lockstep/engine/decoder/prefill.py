@@ -33,8 +33,8 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
     overwrites it.
 
     Returns:
-        A function that returns the pool; with ``capacity.routed_experts`` also an array ``[replica, word, row, position
-        on the page]``, replicated on every device.
+        A function that returns the pool, and with ``capacity.routed_experts`` an array ``[replica, word, row, position
+        on the page]``, replicated on every device, else None.
     """
     example = PrefillBatch.empty(capacity)
 
@@ -61,8 +61,7 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
         shape = transformer.routed
         routed = None if shape is None else jnp.zeros((*tokens.shape, shape.words), jnp.int32)
         past, routed = run_if_busy(capacity, jnp.any(active), fill, (KvAndStates.of(pool), routed))
-        pool = past.pool
-        return pool if routed is None else (pool, pack_results([routed], transformer.decode_mesh))
+        return past.pool, None if routed is None else pack_results([routed], transformer.decode_mesh)
 
     return prefill
 

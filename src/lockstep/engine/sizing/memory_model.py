@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from lockstep.engine.decode_model import DecodeModel
 from lockstep.engine.decoder.build import Programs
-from lockstep.engine.decoder.decode import logits_at_once
 from lockstep.engine.decoder.prefill import PROMPT_LOGPROBS_CHUNK
 from lockstep.engine.decoder.transformer import routed_shape
+from lockstep.engine.decoder.verify import logits_at_once
 from lockstep.engine.schedule import Capacity
 from lockstep.engine.sizing.demand import Demand
 from lockstep.models.attention import CONTEXT_CHUNK, has_kernel, stored_kv_heads, tpu_generation
