@@ -43,8 +43,8 @@ def preset(
         fields: Other fields of the configuration.
     """
     names = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
-    config = kind(max_seq_len=context, **dict(zip(names, sizes, strict=True)), **fields)
-    return ModelPreset(config=config, vocab_size=vocab)
+    values: dict[str, Any] = {**dict(zip(names, sizes, strict=True)), **fields}
+    return ModelPreset(config=kind(max_seq_len=context, **values), vocab_size=vocab)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
