@@ -39,6 +39,7 @@ class Questions:
     prompts: Sequence[Prompt]  # the prompts, with the reference answer as `answer`
     tokens: Sequence[tuple[int, ...]]
     seed: int
+    row_length: int  # the most tokens of a question with its answers
     shuffle: bool = True  # whether each epoch has an order of its own
 
     def __len__(self) -> int:
@@ -139,7 +140,7 @@ def load_questions(
     if not prompts:
         source, fix = ("training data", "data.train_urls") if own is None else ("environment", "its questions()")
         raise ConfigError(f"the {source} has 0 questions that fit; at least 1 is needed. Check {fix}.")
-    return Questions(prompts=prompts, tokens=tokens, seed=seed, shuffle=config.shuffle)
+    return Questions(prompts=prompts, tokens=tokens, seed=seed, row_length=row_length, shuffle=config.shuffle)
 
 
 def _of_environment(prompts: Iterable[Any]) -> Iterator[tuple[str, Prompt]]:

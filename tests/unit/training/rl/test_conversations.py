@@ -10,6 +10,7 @@ import pytest
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.training import Environment, Reply, ToolEnvironment
 from lockstep.training.rl.conversations import Conversations
+from lockstep.training.rl.questions import AnswerRows
 from lockstep.types import Completion, FinishReason, SamplingParams
 from tests import rollouts as runs
 from tests import tiny
@@ -54,11 +55,12 @@ class Products(ToolEnvironment):
 
 def begun(environment):
     """One conversation, and what its environment has said first."""
-    hosts, tokenizer = Hosts(MemoryClient.hub(1)[0]), tiny.tokenizer()
+    rows = AnswerRows(
+        questions=dataclasses.replace(runs.questions(), row_length=500), tokenizer=tiny.tokenizer(), stop=()
+    )
     conversations = Conversations(
-        environment, runs.questions(), tokenizer, hosts, drawn=[0], group=1,
-        params=SamplingParams(max_new_tokens=60), row_length=500,
-    )  # fmt: skip
+        environment, rows, Hosts(MemoryClient.hub(1)[0]), drawn=[0], group=1, params=SamplingParams(max_new_tokens=60)
+    )
     return conversations, said(conversations)
 
 
