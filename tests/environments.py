@@ -25,6 +25,8 @@ class Parity(Environment):
         self.question, self.turn = question.id, 0
         if self.fails == "reset" and not self.question % self.every:
             raise OSError("no such world")
+        if self.fails == "outage":
+            raise ConnectionError("connection refused")
         return await super().reset(question)
 
     async def step(self, message: Any) -> Any:
@@ -73,9 +75,11 @@ class Products(ToolEnvironment):
         return 1.0 / (1 + len(answer))
 
 
-def calling_tokenizer() -> Any:
-    """The demo's tokenizer with whole calls of `multiply` as tokens, so that a random model makes some."""
+def calling_tokenizer(known: str = "multiply") -> Any:
+    """The demo's tokenizer with whole calls of a tool and of an unknown one as tokens, so that a random model makes
+    some.
+    """
     tokenizer = tiny.tokenizer()
     call = '<tool_call>{{"name": "{}", "arguments": {{"a": {}, "b": 3}}}}</tool_call>'
-    tokenizer.add_tokens([call.format(name, a) for name in ("multiply", "divide") for a in range(75)])
+    tokenizer.add_tokens([call.format(name, a) for name in (known, "divide") for a in range(75)])
     return tokenizer

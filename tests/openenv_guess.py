@@ -1,6 +1,7 @@
 """An environment of OpenEnv with local data: a number is guessed, and each guess is answered."""
 
 import os
+import time
 
 from openenv.core.env_server import Action, Environment, Observation, State
 from openenv.core.env_server.http_server import create_fastapi_app
@@ -51,6 +52,33 @@ class Numbers(Environment[Guess, Hint, State]):
     @property
     def state(self) -> State:
         return State(episode_id=str(os.getpid()))
+
+
+FAILURES: dict[int, str] = {}
+"""How `Letters` fails in this process, by its seed: ``raise`` or ``hang``."""
+
+
+class Letters(Environment[Guess, Hint, State]):
+    """Any text is a guess: two are answered with their number of letters e."""
+
+    def reset(self, seed=None, episode_id=None, **more) -> Hint:
+        self.seed, self.guesses = seed, 0
+        return Hint(hint=f"How many letters has {seed}?")
+
+    def step(self, action: Guess, timeout_s=None, **more) -> Hint:
+        match FAILURES.get(self.seed):
+            case "raise":
+                raise OSError("no such world")
+            case "hang":
+                time.sleep(60)
+        self.guesses += 1
+        number = action.guess.count("e")
+        reward = float(number % 2 == 0) - 0.01 * len(action.guess)
+        return Hint(hint=f"{number} e?", reward=reward, done=self.guesses == 2)
+
+    @property
+    def state(self) -> State:
+        return State()
 
 
 def app():

@@ -86,6 +86,11 @@ class OpenRegistry:
         loaded = load_object(name, "type")
         if not (isinstance(loaded, type) and issubclass(loaded, cls)):
             raise ConfigError(f"type {name!r} is not a subclass of {cls.__name__}. Derive it from that class.")
+        if "__init__" in vars(loaded) and "__dataclass_fields__" not in vars(loaded):
+            raise ConfigError(
+                f"type {name!r} is no dataclass: {loaded.__name__} has an __init__ of its own, which is given no keys. "
+                "Make the arguments fields, and put @dataclasses.dataclass(kw_only=True) before the class."
+            )
         return loaded
 
     @classmethod

@@ -1,8 +1,12 @@
 """The parts of answers, as templates mark them."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from lockstep.text import Answer, split_answer
+from lockstep.text.answer import channel_messages
 
 HARMONY = "<|channel|>analysis<|message|>12 + 7 = 19, not 20.<|end|><|start|>assistant"
 CASES = {
@@ -43,3 +47,27 @@ CASES = {
 def test_an_answer_has_its_reasoning_and_its_content(name):
     text, end, reasoning, content = CASES[name]
     assert split_answer(text, end) == Answer(text=text, reasoning=reasoning, content=content)
+
+
+OTHERWISE = {
+    '<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>': [["final", None, '{"a": 1}']],
+    "<|channel|>commentary json<|message|>{}<|call|>": [["commentary", None, "{}"]],
+    "<|channel|>analysis<|message|>a<|channel|>final<|message|>b<|return|>": [
+        ["analysis", None, "a"], ["final", None, "b"],
+    ],
+}  # fmt: skip
+"""Messages that we read otherwise: harmony takes a type for a recipient, and does not end a message at a channel."""
+
+
+def test_messages_of_gpt_oss_are_those_of_openai_harmony():
+    rows = json.loads((Path(__file__).parents[2] / "golden" / "harmony.json").read_text(encoding="utf-8"))
+    refused = []
+    for row in rows:
+        messages = [[message.channel, message.recipient, message.body] for message in channel_messages(row["text"])]
+        if "error" in row:
+            refused.append(messages)
+        else:
+            assert messages == OTHERWISE.get(row["text"], row["messages"]), row["text"]
+            assert (row["text"] in OTHERWISE) == (messages != row["messages"])
+    thought = ["analysis", None, "I need {a sum}."]
+    assert refused == [[thought], [thought], [["analysis", None, "a"]]], "of what it refuses, all that is whole"

@@ -2,15 +2,16 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import PyTree
 
 from lockstep.engine import Engine, RolloutEngine
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.hosts import environment as facts_of_job
 from lockstep.printable import get_logger
-from lockstep.training.rl.conversations import Conversations, longest_turns
+from lockstep.training.rl.conversations import Conversation, Conversations, longest_turns
 from lockstep.training.rl.groups import RolloutSampler
 from lockstep.training.rl.sampled import Sampled
 from lockstep.types import Request
@@ -33,7 +34,7 @@ class ConversationSampler(RolloutSampler):
                 f"an environment and an engine of the class {type(engine).__name__} are given: only lockstep's "
                 "takes requests that come while it runs. Leave engine out."
             )
-        self._warned = False
+        self._warned = self._worked = False
 
     def check(self, model: PyTree) -> None:
         """Find out what would make a rollout fail; launches nothing."""
@@ -44,6 +45,7 @@ class ConversationSampler(RolloutSampler):
 
         Raises:
             PeerError, DisagreementError, LaunchMismatchError, HostTimeoutError: See `Session.generate`.
+            PeerError: The environment has failed in all conversations until now; raised on every host.
         """
         assert self._fields.environment is not None
         drawn, seed = self._draw(number, attempt)
@@ -65,7 +67,7 @@ class ConversationSampler(RolloutSampler):
             )
         if generated.ended:
             return None
-        self._warn(conversations)
+        self._look(conversations.conversations)
         counts = generated.counts
         assert counts is not None
         return Sampled(
@@ -89,13 +91,29 @@ class ConversationSampler(RolloutSampler):
         count = self.n_questions * self._fields.rollout.n_generations
         return longest_turns(self._params, self._questions.row_length, count)
 
-    def _warn(self, conversations: Conversations) -> None:
-        """Say once what went wrong with an environment; how often is in the metrics."""
-        failed = [conversation for conversation in conversations.conversations if conversation.error is not None]
-        if failed and self._hosts.is_leader and not self._warned:
+    def _look(self, conversations: Sequence[Conversation]) -> None:
+        """Say once what went wrong with an environment, and end a run in which it has never worked."""
+        failed = [conversation for conversation in conversations if conversation.error is not None]
+        if not failed:
+            self._worked = True
+            return
+        example = min(failed, key=lambda conversation: conversation.passing)
+        self._worked |= len(failed) < len(conversations)
+        if not self._worked:
+            assert self._fields.environment is not None
+            text = (
+                f"the environment failed in all {len(failed)} conversations of a rollout, and has not worked yet; that "
+                f"of question {example.question}: {(example.error or '').rstrip('.')}"
+            )
+            with self._hosts.scope("environments") as scope, scope.run_on_all("environments"):
+                if example.passing:
+                    limit = f"environment.timeout_s from {self._fields.environment.timeout_s:g}"
+                    raise HostTimeoutError(f"{text}. Check its server, or raise {limit}.")
+                raise ConfigError(f"{text}. Correct the environment.")
+        if self._hosts.is_leader and not self._warned:
             self._warned = True
             log.warning(
                 "the environment of question %d failed, and nothing is learned from the answers to it: %s. Later "
                 "failures are counted in reward/environment/failed and late",
-                failed[0].question, failed[0].error,
+                example.question, example.error,
             )  # fmt: skip

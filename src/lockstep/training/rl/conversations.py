@@ -17,14 +17,14 @@ import numpy as np
 
 from lockstep.engine import Arrivals
 from lockstep.engine.schedule import Scheduler
-from lockstep.errors import HostError, PromptError
+from lockstep.errors import HostError, PromptError, is_passing
 from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
 from lockstep.printable import get_logger
 from lockstep.text import Prompt, cut_at_stop, decode, encode, following_tokens, text_message
 from lockstep.training.rl.environment import Environment, Message, Reply
 from lockstep.training.rl.questions import AnswerRows
-from lockstep.training.rl.rewarding import LATE, Rewards, as_number
+from lockstep.training.rl.rewarding import LATE, Rewards
 from lockstep.training.rl.segments import Segment
 from lockstep.types import Completion, FinishReason, Request, SamplingParams
 
@@ -46,6 +46,7 @@ class Conversation:
     rewards: dict[int, float] = dataclasses.field(default_factory=dict)  # that of each answer, by its message's place
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # figures of the environment, by name
     error: str | None = None  # what went wrong with the environment
+    passing: bool = False  # whether another try may not meet that error
     ended: bool = False
     last: bool = False  # whether the last answer leaves no room for another turn
 
@@ -88,12 +89,21 @@ class Conversation:
 class _Failure(str):
     """The text of what went wrong with an environment."""
 
+    passing = False
+
+
+class _Outage(_Failure):
+    """The text of an error that another try may not meet."""
+
+    passing = True
+
 
 class EnvironmentThread:
     """The environment of one conversation, in a thread with an event loop. One that hangs is left behind.
 
     Args:
-        said: What it returns and raises goes here, with the conversation's number.
+        environment: The environment of the run, which the thread copies.
+        replies: The queue of what the copy returns and raises, with the conversation's number.
     """
 
     def __init__(self, environment: Environment, number: int, replies: "queue.SimpleQueue[tuple[int, Any]]") -> None:
@@ -105,8 +115,7 @@ class EnvironmentThread:
 
     def reset(self, question: Prompt) -> None:
         """Have the environment begin; returns at once."""
-        own = dataclasses.replace(question, fields=copy.deepcopy(question.fields))
-        self._call(functools.partial(self._environment.reset, own))
+        self._call(functools.partial(self._begun, question))
 
     def step(self, message: Message) -> None:
         """Have the environment reply to an answer; returns at once."""
@@ -115,6 +124,20 @@ class EnvironmentThread:
     def end(self, reply: Reply) -> None:
         """Have the environment end a conversation after a reply that is the last; returns at once."""
         self._call(functools.partial(self._ended, reply))
+
+    async def _begun(self, question: Prompt) -> Sequence[Message]:
+        try:
+            self._environment = copy.deepcopy(self._environment)
+        except Exception as error:
+            raise TypeError(
+                f"{type(self._environment).__name__} cannot be copied for each conversation ({error}). Make what "
+                "cannot, such as clients and locks, in reset"
+            ) from error
+        own = dataclasses.replace(question, fields=copy.deepcopy(question.fields))
+        messages: Any = await self._environment.reset(own)
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
+            raise TypeError(f"reset returned {messages!r:.200}, and must return a list of messages")
+        return tuple(messages)
 
     async def _ended(self, reply: Reply) -> Reply:
         last = await self._environment.end()
@@ -136,7 +159,9 @@ class EnvironmentThread:
                     with leader_only():
                         result = runner.run(asyncio.wait_for(call(), self._environment.timeout_s))
                 except BaseException as error:  # an environment is the user's own code
-                    result = _Failure(LATE if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}")
+                    late = isinstance(error, TimeoutError)
+                    failure = _Outage if late or is_passing(error) else _Failure
+                    result = failure(LATE if late else f"{type(error).__name__}: {error}")
                 self._said.put((self._number, result))
             with contextlib.suppress(BaseException), leader_only():
                 runner.run(asyncio.wait_for(self._environment.close(), self._environment.timeout_s))
@@ -173,7 +198,7 @@ class Conversations(Arrivals):
         self._said: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._threads: dict[int, EnvironmentThread] = {}  # those of this host's share
         for conversation in self.conversations[hosts.index :: hosts.count]:
-            thread = EnvironmentThread(copy.deepcopy(environment), conversation.number, self._said)
+            thread = EnvironmentThread(environment, conversation.number, self._said)
             self._threads[conversation.number] = thread
             thread.reset(self._questions.prompts[conversation.question])
 
@@ -197,7 +222,7 @@ class Conversations(Arrivals):
             now = time.monotonic()
             for number, thread in self._threads.items():
                 if thread.deadline is not None and now > thread.deadline:
-                    words += self._words(number, _Failure(LATE))
+                    words += self._words(number, _Outage(LATE))
             if words or now >= end:
                 return json.dumps(words) if words else ""
             time.sleep(min(_LOOK_S, end - now))
@@ -266,7 +291,7 @@ class Conversations(Arrivals):
         thread.deadline = None
         try:
             if isinstance(result, _Failure):
-                return [{"number": number, "error": result[:500]}]
+                return [{"number": number, "error": result[:500], "passing": result.passing}]
             reply = result if conversation.segments else Reply(messages=result)
             if not isinstance(reply, Reply):
                 raise TypeError(f"step returned {reply!r:.200}, and must return a lockstep.training.Reply")
@@ -279,8 +304,8 @@ class Conversations(Arrivals):
                 "number": number,
                 "messages": messages,
                 "tokens": tokens,
-                "reward": as_number(reply.reward),
-                "metrics": {str(name): as_number(value) for name, value in reply.metrics.items()},
+                "reward": float(reply.reward),
+                "metrics": {str(name): float(value) for name, value in reply.metrics.items()},
                 "done": bool(reply.done),
             }
             json.dumps(words)
@@ -317,7 +342,7 @@ class Conversations(Arrivals):
                 most = self._questions.row_length
                 error = f"the first messages have {len(tokens)} tokens; data.max_seq_len is {most}"
             conversation.ended = words["done"]
-        conversation.error = error
+        conversation.error, conversation.passing = error, words.get("passing", False)
         conversation.ended |= error is not None
         if conversation.ended:
             self._forgotten.append(conversation.number)

@@ -1,13 +1,15 @@
 """Environments: the other side of conversations of several turns, which replies to the model and rewards it."""
 
 import dataclasses
+import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import draccus
 
 from lockstep.config_fields import check_fields
-from lockstep.errors import check_at_least
+from lockstep.errors import ConfigError, check_at_least
 from lockstep.plugins import OpenRegistry
 from lockstep.report import last_number
 from lockstep.text import Prompt, split_answer
@@ -34,12 +36,15 @@ class Reply:
     """
 
     messages: tuple[Message, ...] | list[Message] = ()
-    reward: float = 0.0
+    reward: float | bool = 0.0
     done: bool = False
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, float | bool] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self, "Reply.")
+        for name, value in {"reward": self.reward, **self.metrics}.items():
+            if not math.isfinite(value):
+                raise ConfigError(f"Reply: {name} is {value}; it must be finite. Correct it.")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -79,6 +84,13 @@ class Environment(OpenRegistry, draccus.ChoiceRegistry):
         check_fields(self, "environment.")
         check_at_least(self, 1, "max_turns", block="environment.")
         check_at_least(self, 0, "timeout_s", block="environment.", fix=" seconds. The default is 30.", above=True)
+        for name in ("tools", "questions", "reset", "step", "end", "close"):
+            awaited, coroutine = name not in ("tools", "questions"), inspect.iscoroutinefunction(getattr(self, name))
+            if coroutine != awaited:
+                kind, fix = ("no", "async def") if awaited else ("a", "def")
+                raise ConfigError(
+                    f"environment: {name} of {type(self).__name__} is {kind} coroutine function. Write {fix} {name}."
+                )
 
     def tools(self) -> Sequence[Tool]:
         """Return the functions that the chat template describes to the model, see `ToolEnvironment`; none by default.

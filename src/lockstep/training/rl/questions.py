@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
@@ -112,8 +112,7 @@ def load_questions(
     left_out = 0
     if own is not None and config.train_urls:
         raise ConfigError("the environment has questions of its own, and data.train_urls is given. Remove it.")
-    named = ((f"question {number} of the environment", prompt) for number, prompt in enumerate(own or ()))
-    for place, prompt in iter_questions(config, rewards) if own is None else named:
+    for place, prompt in iter_questions(config, rewards) if own is None else _of_environment(own):
         try:
             (encoded,) = encode(tokenizer, [prompt])
         except PromptError as error:
@@ -139,8 +138,19 @@ def load_questions(
     if left_out:
         log.warning("truncate: %d questions left out, their prompts have more than %d tokens", left_out, room)
     if not prompts:
-        raise ConfigError("the training data has 0 questions that fit; at least 1 is needed. Check data.train_urls.")
+        source, fix = ("training data", "data.train_urls") if own is None else ("environment", "its questions()")
+        raise ConfigError(f"the {source} has 0 questions that fit; at least 1 is needed. Check {fix}.")
     return Questions(prompts=prompts, tokens=tokens, seed=seed, row_length=row_length, shuffle=config.shuffle)
+
+
+def _of_environment(prompts: Iterable[Any]) -> Iterator[tuple[str, Prompt]]:
+    for number, prompt in enumerate(prompts):
+        place = f"question {number} of the environment"
+        if not isinstance(prompt, Prompt):
+            raise ConfigError(
+                f"{place} is {prompt!r:.200}; it must be a lockstep.text.Prompt. Correct its questions()."
+            )
+        yield place, prompt
 
 
 def iter_questions(config: GrpoDataConfig, rewards: Sequence[RewardConfig] = ()) -> Iterator[tuple[str, Prompt]]:

@@ -30,19 +30,22 @@ def load_tasks(settings: str) -> tuple[Any, list[vf.Task]]:
         ConfigError: There is no such environment, or it has not one agent, which is the model.
     """
     try:
-        config = vf.resolve_env_config(json.loads(settings))
+        fields = json.loads(settings)
+        config = vf.resolve_env_config({"taskset": fields["taskset"]})
+        agents = [name for name, value in config if isinstance(value, vf.AgentConfig)]
+        if agents == ["agent"]:  # any other environment refuses the settings of that agent
+            config = vf.resolve_env_config(fields)
         environment = vf.load_environment(config)
-        seats = [name for name, value in config if isinstance(value, vf.AgentConfig)]
         tasks = list(environment.taskset)
     except Exception as error:  # the package is somebody's own
         raise ConfigError(
             f"environment: verifiers cannot load {settings} ({type(error).__name__}: {error}). Correct taskset and "
             "settings; on every host, install the package of the taskset or put its module beside the configuration."
         ) from error
-    if seats != ["agent"]:
+    if agents != ["agent"]:
         raise ConfigError(
-            f"environment: verifiers has {type(environment).__name__} for {settings}, with the agents "
-            f"{', '.join(seats)}; only one agent, the model, is trained. Use its tasks with env.id single-agent."
+            f"environment: {type(environment).__name__} of the taskset {fields['taskset']['id']} has the agents "
+            f"{', '.join(agents)}; only one, the model, is trained. Use a taskset of verifiers with one agent."
         )
     return config, tasks
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, PeerError
 from lockstep.training.rl.segments import Segment
 from tests import environments
 from tests import rollouts as runs
@@ -93,6 +93,19 @@ def test_an_environment_that_fails_drops_its_group_and_training_goes_on(fails, k
         assert not sampled.conversations[empty].segments
         question = runs.questions().tokens[sampled.conversations[empty].question]
         assert tuple(spy.found[0]["tokens"][empty][: len(question)]) == Segment(tokens=question).tokens
+
+
+@pytest.mark.parametrize(
+    ("fails", "fault", "text"),
+    [
+        ("reset", False, r"ConfigError: .* all 16 conversations .* OSError: no such world. Correct the environment"),
+        ("outage", True, r"HostTimeoutError: .* ConnectionError: .* Check its server, or raise environment.timeout_s"),
+    ],
+)
+def test_an_environment_that_has_never_worked_ends_the_run(fails, fault, text):
+    with pytest.raises(PeerError, match=text) as error:
+        trained(fails=fails, every=1)
+    assert error.value.fault == fault, "another try may meet a server that answers"
 
 
 def test_another_engine_is_refused():

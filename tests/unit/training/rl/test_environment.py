@@ -1,7 +1,10 @@
 import asyncio
+import dataclasses
 import json
+import math
 import runpy
 
+import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
@@ -33,6 +36,52 @@ def test_an_environment_has_to_reply():
 def test_settings_that_cannot_work(values, text):
     with pytest.raises(ConfigError, match=text):
         Parity(**values)
+
+
+@dataclasses.dataclass(kw_only=True)
+class AtOnce(Parity):
+    def step(self, message):
+        return Reply(done=True)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Awaited(Parity):
+    async def tools(self):
+        return []
+
+
+class Undecorated(Parity):
+    def __init__(self, letter):
+        self.letter = letter
+
+
+def test_classes_that_are_written_otherwise_are_refused():
+    with pytest.raises(ConfigError, match="step of AtOnce is no coroutine function. Write async def step"):
+        AtOnce()
+    with pytest.raises(ConfigError, match="tools of Awaited is a coroutine function. Write def tools"):
+        Awaited()
+    with pytest.raises(ConfigError, match=r"Undecorated has an __init__ of its own.* put @dataclasses.dataclass"):
+        Environment.get_choice_class(f"{__name__}:Undecorated")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"reward": math.nan}, "Reply: reward is nan; it must be finite"),
+        ({"metrics": {"right": -math.inf}}, "Reply: right is -inf; it must be finite"),
+        ({"reward": None}, "Reply.reward is None; it must be a number"),
+        ({"metrics": {"right": "yes"}}, "Reply.metrics.right is 'yes'; it must be a number"),
+        ({"messages": {"role": "user", "content": "x"}}, "it must be a list"),
+    ],
+)
+def test_a_reply_that_cannot_be_used_says_so(values, text):
+    with pytest.raises(ConfigError, match=text):
+        Reply(**values)
+
+
+def test_a_reward_may_be_a_comparison_or_a_number_of_numpy():
+    assert Reply(reward=True, metrics={"right": False}).reward == 1
+    assert Reply(reward=np.float32(0.5), metrics={"turns": np.int64(2)}) == Reply(reward=0.5, metrics={"turns": 2})
 
 
 def test_it_is_named_by_its_module_and_class():

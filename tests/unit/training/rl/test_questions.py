@@ -184,3 +184,15 @@ def test_fields_have_names_of_the_user_s_and_all_others_reach_rewards(tmp_path):
     assert load(str(path), question_field="ask", answer_field="gold").digest() != questions.digest()
     with pytest.raises(ConfigError, match=r"field 'question' with a text \(data.question_field\), and has \['ask'"):
         load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ([{"question": "1 + 2"}], "question 0 of the environment is {'question': '1 . 2'}; it must be a lockstep.text"),
+        ([], r"the environment has 0 questions that fit; at least 1 is needed. Check its questions\(\)"),
+    ],
+)
+def test_questions_of_an_environment_that_are_none_are_named(own, text):
+    with pytest.raises(ConfigError, match=text):
+        load_questions(GrpoDataConfig(), tiny.tokenizer(), row_length=32, max_new_tokens=4, seed=0, own=own)

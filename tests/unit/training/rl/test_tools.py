@@ -29,6 +29,8 @@ async def look_up(word: str) -> dict:
     Args:
         word: The word.
     """
+    if word == "secret":
+        raise ConnectionError("no reply of https://me:letmein@words.example/api?key=letmein")
     if word == "é":
         return {"é": None}
     raise LookupError("no such word")
@@ -84,6 +86,7 @@ def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_las
         ("add", '{"a": 1}', "missing 1 required positional argument: 'b'"),
         ("add", '{"a": 1, "b": null}', "unsupported operand"),
         ("look_up", '{"word": "a"}', "error: LookupError: no such word"),
+        ("look_up", '{"word": "secret"}', "error: ConnectionError: no reply of https://words.example/api?…"),
     ):
         (message,) = said(written(name, arguments)).messages
         assert message["name"] == name and error in message["content"]

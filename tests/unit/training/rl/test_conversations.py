@@ -1,0 +1,144 @@
+"""Conversations without a model: what environments of users return, and what all hosts hear of it."""
+
+import dataclasses
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from lockstep.hosts import Hosts, MemoryClient
+from lockstep.training import Environment, Reply, ToolEnvironment
+from lockstep.training.rl.conversations import Conversations
+from lockstep.training.rl.questions import AnswerRows
+from lockstep.types import Completion, FinishReason, SamplingParams
+from tests import rollouts as runs
+from tests import tiny
+from tests.environments import multiply
+
+USER = {"role": "user", "content": "More."}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Returns(Environment):
+    """Returns what it is told to."""
+
+    first: Any = ()
+    reply: Any = None
+
+    async def reset(self, question: Any) -> Any:
+        return self.first
+
+    async def step(self, message: Any) -> Any:
+        return self.reply
+
+
+@dataclasses.dataclass(kw_only=True)
+class Locked(Returns):
+    """Cannot be copied."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.lock = threading.Lock()
+
+
+@dataclasses.dataclass(kw_only=True)
+class Products(ToolEnvironment):
+    """Has a tool, and rewards any answer."""
+
+    def tools(self) -> Any:
+        return [multiply]
+
+    async def score(self, answer: str) -> float:
+        return 1.0
+
+
+def begun(environment):
+    """One conversation, and what its environment has said first."""
+    rows = AnswerRows(
+        questions=dataclasses.replace(runs.questions(), row_length=500), tokenizer=tiny.tokenizer(), stop=()
+    )
+    conversations = Conversations(
+        environment, rows, Hosts(MemoryClient.hub(1)[0]), drawn=[0], group=1, params=SamplingParams(max_new_tokens=60)
+    )
+    return conversations, said(conversations)
+
+
+def said(conversations):
+    """What all hosts hear of the environment."""
+    text = conversations.take(30)
+    conversations.hear([text])
+    (words,) = json.loads(text)
+    return words
+
+
+def answered(conversations, text, finish_reason=FinishReason.STOP):
+    """What all hosts hear of its reply to an answer."""
+    (request,) = [next(iter(conversations))]
+    tokens = tuple(tiny.tokenizer().encode(text, add_special_tokens=False))
+    values = (-1.0,) * len(tokens)
+    conversations.answered(
+        [
+            Completion(
+                prompt_id=request.prompt_id, generation_id=0, tokens=tokens, logprobs=values, sampled_logprobs=values,
+                finish_reason=finish_reason,
+            )
+        ]
+    )  # fmt: skip
+    return said(conversations)
+
+
+@pytest.mark.parametrize(
+    ("environment", "error"),
+    [
+        (Returns(first=None), "TypeError: reset returned None, and must return a list of messages"),
+        (Returns(first="How?"), "TypeError: reset returned 'How?', and must return a list of messages"),
+        (Returns(first=Reply(done=True)), "reset returned Reply(messages=(), reward=0.0, done=True"),
+        (Returns(first=[{"content": "How?"}]), "a message needs the texts 'role' and 'content'"),
+        (Locked(), "Locked cannot be copied for each conversation (cannot pickle '_thread.lock' object). Make what"),
+    ],
+)
+def test_what_cannot_begin_a_conversation_says_why(environment, error):
+    conversations, words = begun(environment)
+    assert error in words["error"] and not words.get("passing")
+    (conversation,) = conversations.conversations
+    assert conversation.ended and conversation.error == words["error"]
+    assert conversations.rewards().dropped.tolist() == [True] and next(iter(conversations), None) is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (None, "TypeError: step returned None, and must return a lockstep.training.Reply"),
+        (1.0, "TypeError: step returned 1.0, and must"),
+        (([USER], 1.0, True), "TypeError: step returned ([{'role': 'user', 'content': 'More.'}], 1.0, True), and must"),
+        (Reply(), "PromptError: step returned no message and done is false"),
+        (Reply(messages=[{"role": "user"}]), "PromptError: the message {'role': 'user'}; a message needs the texts"),
+    ],
+)
+def test_what_cannot_follow_an_answer_says_why(reply, error):
+    conversations, _ = begun(Returns(reply=reply))
+    assert error in answered(conversations, "It is 3.")["error"]
+
+
+@pytest.mark.parametrize("text", ["", " ", "�é漢字 🙂"])
+def test_any_text_may_be_an_answer(text):
+    conversations, _ = begun(Returns(reply=Reply(messages=[USER], reward=True)))
+    words = answered(conversations, text)
+    assert words["reward"] == 1.0 and words["tokens"] and not words["done"]
+    assert answered(conversations, text)["messages"] == [USER], "and it goes on"
+
+
+def test_a_conversation_ends_with_its_limit_of_turns_whatever_the_environment_says():
+    conversations, _ = begun(Returns(reply=Reply(messages=[USER], reward=0.5), max_turns=2))
+    assert not answered(conversations, "a")["done"] and answered(conversations, "b")["done"]
+    assert conversations.rewards().total.tolist() == [1.0]
+
+
+def test_calls_that_are_cut_or_two_in_an_answer_are_answered():
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": %d, "b": 3}}</tool_call>'
+    conversations, _ = begun(Products())
+    results = answered(conversations, call % 2 + call % 4)["messages"]
+    assert [result["content"] for result in results] == ["6", "12"]
+    cut = answered(conversations, (call % 5)[:30], FinishReason.LENGTH)
+    assert cut["done"] and cut["reward"] == 0 and "</tool_call> is missing" in cut["messages"][0]["content"]
