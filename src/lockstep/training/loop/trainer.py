@@ -185,9 +185,8 @@ class Trainer:
             return None
         while (metadata := self._checkpointer.find(self.config.resume)) is not None:
             structs, _ = state_structs(init, self._optimizer, self.mesh, self.config.precision)
-            state = self._checkpointer.restore(metadata, structs)
-            if state is not None:
-                self._saves.resumed_from = metadata
+            if (restored := self._checkpointer.restore(metadata, structs)) is not None:
+                state, self._saves.resumed_from = restored
                 return state.join(frozen)
         return None
 

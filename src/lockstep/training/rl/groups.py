@@ -19,7 +19,7 @@ from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.conversations import Conversation
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.rewarding import Rewarder, Rewards, Scoring
-from lockstep.training.rl.sampled import Sampled, completions_from_json
+from lockstep.training.rl.sampled import Sampled, completions_of
 from lockstep.training.rl.segments import Sample, Segment, single_turn
 from lockstep.training.rl.solve_rates import SolveRates
 from lockstep.types import Completion, Request
@@ -210,9 +210,8 @@ class RolloutSampler:
         return {"drafts": self.earlier.state(), **rates}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; checkpoints of earlier versions have none of it."""
-        if "drafts" in state:
-            self.earlier.load_state(state["drafts"])
+        """Go on from what `state` returned."""
+        self.earlier.load_state(state["drafts"])
         if self._rates is not None and "solve_rates" in state:
             self._rates.load_state(state["solve_rates"])
 
@@ -274,7 +273,7 @@ class RolloutSampler:
         sampled = Sampled(
             number=values["number"],
             questions=values["questions"],
-            completions=completions_from_json(values),
+            completions=completions_of(values),
             scoring=self._rewarder.begin(),
         )
         assert sampled.scoring is not None

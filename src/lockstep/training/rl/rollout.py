@@ -1,10 +1,6 @@
 """A rollout as training uses it: rows with advantages and log-probabilities, and which of them each update has."""
 
-import base64
 import dataclasses
-import io
-import zipfile
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +11,6 @@ from jaxtyping import Array, Bool, Float, PyTree
 from lockstep.errors import ConfigError
 from lockstep.hosts import digest, ready_on_all
 from lockstep.json_text import typed
-from lockstep.limits import PACKED_BYTES
 from lockstep.placement import data_shards
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
@@ -54,28 +49,15 @@ class Rollout:
         begin = (update * batch_size) % len(self.lengths)
         return slice(begin, begin + batch_size)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values, for a checkpoint in the middle of its updates."""
-        packed = io.BytesIO()
-        np.savez_compressed(packed, allow_pickle=False, lengths=self.lengths, **self.columns)
-        return {"number": self.number, "columns": base64.b64encode(packed.getvalue()).decode()}
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a checkpoint in the middle of its updates."""
+        return {"number": self.number, "lengths": self.lengths, "columns": dict(self.columns)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Rollout":
-        """Return what `to_json` was called on, bit for bit."""
-        columns = unpacked(values["columns"])
-        return cls(number=typed(int, values["number"]), lengths=columns.pop("lengths"), columns=columns)
-
-
-def unpacked(text: str) -> dict[str, np.ndarray]:
-    """The arrays that `numpy.savez_compressed` packed, by name."""
-    try:
-        with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as packed:
-            if (size := sum(info.file_size for info in packed.zip.infolist())) > PACKED_BYTES:
-                raise ValueError(f"packed arrays would take {size:,} bytes, and at most {PACKED_BYTES:,} are unpacked")
-            return {name: packed[name] for name in packed.files}
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError, MemoryError) as error:
-        raise ValueError(f"packed arrays cannot be read: {error}") from error
+    def from_state(cls, state: Mapping[str, Any]) -> "Rollout":
+        """Return what `state` was called on, bit for bit."""
+        columns = typed(dict[str, np.ndarray], state["columns"])
+        return cls(number=typed(int, state["number"]), lengths=typed(np.ndarray, state["lengths"]), columns=columns)
 
 
 def make_columns(

@@ -231,7 +231,7 @@ class Rollouts:
         rest = self._rollout
         if rest is not None and self._step + 1 >= (rest.number + 1) * self._fields.updates:
             rest = None  # its updates are done
-        ahead = None if self._ahead is None else self._ahead.to_json()
+        ahead = None if self._ahead is None else self._ahead.state()
         return {**saved_state(self._fields, self._sampler.n_questions, rest), "ahead": ahead, **self._sampler.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
