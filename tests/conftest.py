@@ -32,14 +32,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Share what is compiled of the modules among the workers."""
-    from tests.scheduling import import_apart
-
-    import_apart(session.config)
-
-
 gc.disable()  # until all tests are imported, which leaves no garbage
 
 

@@ -1,15 +1,8 @@
 """Which tests run side by side."""
 
-import contextlib
-import importlib
-import os
-import sys
 from typing import Any
 
-import pytest
 from xdist.scheduler import LoadScopeScheduling
-
-from tests.isolation import ROOT
 
 ONE_AFTER_THE_OTHER = ("tests/faults/", "tests/multiprocess/")
 """Tests that start several processes, which fill two cores and keep time."""
@@ -36,19 +29,3 @@ class ByFile(LoadScopeScheduling):
         super()._reschedule(node)
         while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
             self._assign_work_unit(node)
-
-
-def import_apart(config: pytest.Config) -> None:
-    """Import all modules of tests in a worker of pytest-xdist, each worker from another one on.
-
-    What Python and pytest compile of a module is kept in a file. In one order, workers that find no files, as after a
-    new installation, would all compile everything: a minute of two cores for three workers.
-    """
-    worker, tests = os.environ.get("PYTEST_XDIST_WORKER", ""), ROOT / "tests"
-    if not worker or sys.dont_write_bytecode or [*map(os.path.abspath, config.args)] != [str(tests)]:
-        return
-    files = sorted(tests.rglob("test_*.py"))
-    first = len(files) * int(worker.removeprefix("gw")) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    for file in files[first:] + files[:first]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection tells it
-            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))

@@ -1,6 +1,7 @@
 """What of a text that others wrote reaches a terminal, and what is hidden of names and URLs."""
 
 import ast
+import functools
 import io
 import logging
 import re
@@ -117,12 +118,19 @@ def test_no_log_line_has_them_nor_the_stack_of_an_error(logged):
     assert text.count("OSError: https://h/a?…\n") == 2 and text.count("ValueError: s3://b \\x1b[2J\n") == 2
 
 
-def test_every_module_logs_that_way():
+@functools.cache
+def modules():
+    """The source of every module, parsed."""
     package = Path(lockstep.__file__).parent
+    paths = {path.relative_to(package).as_posix(): path for path in sorted(package.rglob("*.py"))}
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+
+
+def test_every_module_logs_that_way():
     wrong = [
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and "getLogger" in (getattr(node.func, "attr", ""), getattr(node.func, "id", ""))
         and ast.unparse(node.args[0]) == "__name__"
@@ -251,8 +259,5 @@ def stdout_calls(tree):
 
 
 def test_what_writes_to_stdout_is_in_the_table_or_goes_by_its_owner():
-    package, found = Path(lockstep.__file__).parent, {}
-    for path in sorted(package.rglob("*.py")):
-        if lines := list(stdout_calls(ast.parse(path.read_text(encoding="utf-8")))):
-            found[path.relative_to(package).as_posix()] = lines
+    found = {name: lines for name, tree in modules().items() if (lines := list(stdout_calls(tree)))}
     assert found.keys() == WRITES.keys(), found
