@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -126,6 +126,15 @@ def answer_mask(samples: Sequence[Sample], row_length: int) -> Bool[np.ndarray, 
 OLD = "old_logprobs"  # the column of the model before the first update of a rollout
 
 
+class FrozenModels(NamedTuple):
+    """The models that a loss compares the trained one with, in the compute type."""
+
+    reference: PyTree | None = None
+    """None without ``kl_coefficient``."""
+    teacher: PyTree | None = None
+    """The model that the loss learns from; None without ``teacher_coefficient``."""
+
+
 class LogprobColumns:
     """Has all hosts agree on the rows of a rollout, and fills in the log-probabilities that are wanted."""
 
@@ -135,12 +144,11 @@ class LogprobColumns:
         columns: Collection[str],
         trainer: TrainerConfig,
         programs: Programs,
-        reference: PyTree | None,
-        teacher: PyTree | None = None,
+        frozen: FrozenModels,
     ) -> None:
         self._wanted = [name for name in (OLD, REFERENCE, TEACHER) if name in columns]
         self._hosts, self._mesh = programs.hosts, programs.mesh
-        self._n_rows, self._reference, self._teacher = trainer.train_batch_size, reference, teacher
+        self._n_rows, self._frozen = trainer.train_batch_size, frozen
         self._replayed = [name for name, replayed in ROUTING.items() if replayed and name in columns]
 
         def answers(model: PyTree, batch: Mapping[str, Array]) -> Array:
@@ -158,7 +166,7 @@ class LogprobColumns:
 
     def use_reference(self, model: PyTree) -> None:
         """Take another reference model."""
-        self._reference = model
+        self._frozen = self._frozen._replace(reference=model)
 
     def fill(self, rollout: Rollout, model: PyTree, answers: Bool[np.ndarray, "row position"]) -> None:
         """Agree on the rows, and compute what is wanted; every host calls it.
@@ -170,7 +178,7 @@ class LogprobColumns:
             DisagreementError: The hosts have different rows, programs or results; raised on every host.
             PeerError: A program does not compile on some host; raised on every host.
         """
-        models = {OLD: model, REFERENCE: self._reference, TEACHER: self._teacher}
+        models = {OLD: model, REFERENCE: self._frozen.reference, TEACHER: self._frozen.teacher}
         # The reference model takes its own experts: it is the policy of another time. So does the teacher.
         packed = ["tokens", "segment_ids"]
         reads = {OLD: [*packed, *self._replayed], REFERENCE: packed, TEACHER: packed}
