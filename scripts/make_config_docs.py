@@ -31,6 +31,7 @@ def render() -> str:
     parts = [HEAD, "## Commands\n"]
     blocks: dict[tuple[str, type[Any]], list[str]] = {}
     configs = {name: command.config() for name, command in configured_commands().items()}
+    refused = {name: refused_keys(cls) for name, cls in configs.items()}
     for command, cls in configs.items():
         parts.append(_section(f"`lockstep {command}`", cls, 3))
         for block in _nested(cls, ""):
@@ -39,8 +40,8 @@ def render() -> str:
     for (key, block), commands in blocks.items():
         where = "" if len(commands) == len(configs) else f" of `lockstep {', '.join(commands)}`"
         lines = _section(f"`{key}`{where}", block, 3).split("\n")
-        for name in {name for each in commands for name in refused_keys(configs[each])}:
-            refusing = [each for each in commands if name in refused_keys(configs[each])]
+        for name in {name for each in commands for name in refused[each]}:
+            refusing = [each for each in commands if name in refused[each]]
             row = f"| `{name.removeprefix(f'{key}.')}` |"
             note = f"{row[:-2]} (not of {', '.join(refusing)}) |"
             lines = [

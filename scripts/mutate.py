@@ -272,7 +272,7 @@ def import_others(tree: Path) -> None:
 
 
 def copy_tree(to: Path) -> None:
-    """Copy what git knows or would add, as it is in the working tree."""
+    """Copy what git knows or would add, as it is in the working tree; the copy is a checkout too."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -283,6 +283,8 @@ def copy_tree(to: Path) -> None:
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, to / name)
+    for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "copy"]):
+        subprocess.run(["git", *words], cwd=to, check=True)
     (to / "tmp").mkdir()
 
 

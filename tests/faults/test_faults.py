@@ -53,10 +53,8 @@ FAST = {
     "out_of_pages",
     "stop_finder_raises_on_one_host",
     "metric_raises",
-    "tracker_raises",
-    "disk_full",
 }
-"""Faults of every kind and phase, one run for which is in make test; a run for all others is slow."""
+"""Faults of every phase, one run for which is in make test; a run for all others is slow."""
 REPORT_FAILS = {
     "tracker_launches": 1,
     "metric_raises": 1,
@@ -76,10 +74,10 @@ def went_on(processes, fast):
         return run_processes(
             bodies.body_goes_on,
             processes=processes,
-            devices=1,
+            devices=2 if fast else 1,  # in the group of most other tests
             timeout_s=400,
             args=(directory, names),
-            own="the thread of a tracker that raised keeps the error, and with it the model of that round",
+            own="" if fast else "the thread of a tracker that raised keeps the error, and with it the model of then",
         )
 
 
@@ -288,6 +286,7 @@ def test_a_second_thread_cannot_launch_during_training_or_a_round():
         assert (threads["after"], threads["rounds"]) == ("", 1)
 
 
+@pytest.mark.slow
 def test_follower_config_file_differs(tmp_path):
     demo = (ROOT / "config" / "demo.yaml").read_text()
     for index in range(2):

@@ -4,12 +4,12 @@ import pytest
 
 from tests.multiprocess.harness import run_command
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]  # in one process: tests/unit/hosts/test_start.py
 
 LOOP = ["python", "-m", "tests.multiprocess.joining_loop"]
 
 
-@pytest.mark.parametrize("how", ["start", pytest.param("initialize", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["start", "initialize"])
 def test_a_callback_that_is_made_before_the_job_is_joined_writes_each_row_once(how, tmp_path):
     run = run_command([*LOOP, how, str(tmp_path)], devices=1)
     assert run.code == 0, run.output
@@ -18,7 +18,6 @@ def test_a_callback_that_is_made_before_the_job_is_joined_writes_each_row_once(h
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.slow  # in one process: tests/unit/hosts/test_start.py
 def test_processes_that_never_join_a_job_are_refused_before_a_row_is_written(tmp_path):
     run = run_command([*LOOP, "never", str(tmp_path)], devices=1)
     assert run.code == 1, run.output

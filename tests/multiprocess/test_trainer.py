@@ -75,10 +75,12 @@ def test_losses_do_not_depend_on_processes_mesh_or_accumulation():
         np.testing.assert_allclose(found[0], oracle, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_signal_on_one_host_stops_all_after_the_same_step(stopped):
     assert [result["stopped"] for result in stopped] == [[4, 15], [4, 15]]
 
 
+@pytest.mark.slow
 def test_a_host_holds_only_its_part_of_the_parameters(stopped):
     for result in stopped:
         assert result["share"] == pytest.approx(0.5)

@@ -1,6 +1,7 @@
 """What of a text that others wrote reaches a terminal, and what is hidden of names and URLs."""
 
 import ast
+import functools
 import io
 import logging
 import re
@@ -117,14 +118,21 @@ def test_no_log_line_has_them_nor_the_stack_of_an_error(logged):
     assert text.count("OSError: https://h/a?…\n") == 2 and text.count("ValueError: s3://b \\x1b[2J\n") == 2
 
 
-def test_every_module_logs_that_way():
+@functools.cache
+def modules():
+    """The source of every module, parsed."""
     package = Path(lockstep.__file__).parent
+    paths = {path.relative_to(package).as_posix(): path for path in sorted(package.rglob("*.py"))}
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+
+
+def test_every_module_logs_that_way():
     wrong = [
-        path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func).endswith("getLogger")
+        and "getLogger" in (getattr(node.func, "attr", ""), getattr(node.func, "id", ""))
         and ast.unparse(node.args[0]) == "__name__"
     ]
     assert not wrong, f"get_logger of lockstep.printable hides credentials: {wrong}"
@@ -217,20 +225,29 @@ WRITES = {
 CONSOLES = re.compile(r"(.*\.)?_?(console|bar|live|rich\.get_console\(\))\.(print|start|stop|update|log)")
 
 
+def dotted(function):
+    """What is called, as it is written: `ast.unparse` takes seconds for all calls of the package."""
+    if isinstance(function, ast.Attribute):
+        return f"{dotted(function.value)}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ast.unparse(function)
+
+
 def stdout_calls(tree):
     """The calls that write to stdout outside what `write_to_stdout` is given, by their lines."""
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     guarded = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "write_to_stdout":
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for node in calls:
+        if getattr(node.func, "id", "") == "write_to_stdout":
             (work,) = node.args
             guarded |= set(ast.walk(functions.get(work.id, work) if isinstance(work, ast.Name) else work))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.stdout.flush":
+    for node in ast.walk(tree):  # a method that is handed on, too
+        if getattr(node, "attr", "") == "flush" and ast.unparse(node) == "sys.stdout.flush":
             yield node.lineno
-        if not isinstance(node, ast.Call) or node in guarded:
+    for node in calls:
+        if node in guarded:
             continue
-        name = ast.unparse(node.func)
+        name = dotted(node.func)
         files = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "file"]
         if (
             name == "print"
@@ -242,8 +259,5 @@ def stdout_calls(tree):
 
 
 def test_what_writes_to_stdout_is_in_the_table_or_goes_by_its_owner():
-    package, found = Path(lockstep.__file__).parent, {}
-    for path in sorted(package.rglob("*.py")):
-        if lines := list(stdout_calls(ast.parse(path.read_text(encoding="utf-8")))):
-            found[path.relative_to(package).as_posix()] = lines
+    found = {name: lines for name, tree in modules().items() if (lines := list(stdout_calls(tree)))}
     assert found.keys() == WRITES.keys(), found

@@ -222,6 +222,7 @@ def test_a_model_that_lies_elsewhere_is_compiled_for_again_and_never_run_unprepa
     assert engine.programs["decode"] is not before
 
 
+@pytest.mark.slow  # for TPUs: tests/tpu_compile/test_kv_pool.py
 def test_the_cache_is_written_in_place() -> None:
     # 32 layers, so that a copy of the pool would show beside what attention gathers of one layer.
     config = dataclasses.replace(LLAMA, max_seq_len=256, num_layers=32)
@@ -412,13 +413,12 @@ def test_turns_have_the_same_tokens_whenever_they_come(numerics: str) -> None:
     """K/V that was kept, or taken away and prefilled again; in exact numerics log-probabilities have the same bits."""
     model = model_on("1,2,1", dataclasses.replace(LLAMA, numerics=numerics))
     prompts = [tuple(range(1, 12)), tuple(range(1, 14)), tuple(range(3, 12))]
-    found = []
+    found, engines = [], {}
     # One at a time, with pages for little more than one; and all at once, in two orders of replies.
     for delays, most in (([2], 1), ([0], 3), ([4, 0, 2], 3)):
         talk = Talk(prompts, [3, 3, 2], said=(5, 4, 2, 7), new=7, temperature=0.7, seed=5)
-        engine = Engine(
-            EngineConfig(page_size=8, max_seq_len=48, max_steps_per_launch=3, max_seqs=most), mesh_of("1,2,1")
-        )
+        config = EngineConfig(page_size=8, max_seq_len=48, max_steps_per_launch=3, max_seqs=most)
+        engine = engines.setdefault(most, Engine(config, mesh_of("1,2,1")))
         engine.prepare(model, [request(number, 41, 7, stop_token_ids=(3,), temperature=0.7) for number in range(3)])
         schedulers: list[Scheduler] = []
         replies = itertools.cycle(delays)

@@ -25,7 +25,9 @@ def fed(counts, alarms=None, every=50, **round_arguments):
     return {i * every: alarms.add(i * every, round_of(n, **round_arguments)) for i, n in enumerate(counts)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[pytest.mark.slow] * (each not in ("greedy", "wandering"))) for each in KINDS]
+)
 def test_false_alarms_are_no_more_frequent_than_chosen(kind):
     # At a rate of one in five, so that few rounds tell; 4 standard deviations above it, the draws are always the same.
     rate, rounds = 0.2, 32

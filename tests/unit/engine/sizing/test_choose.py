@@ -88,7 +88,7 @@ def check_a_choice(lengths: list[tuple[int, int, int]], share: float, utilizatio
     assert got == choose(requests, free, hbm_utilization=utilization, **caps), "the same numbers, the same decision"
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(60, marks=pytest.mark.slow)])
 def test_what_is_chosen_fits_the_budget_and_the_caps(examples: int) -> None:
     settings(max_examples=examples)(check_a_choice)()
 
@@ -129,8 +129,17 @@ def test_too_little_memory_says_what_would_work() -> None:
         choose(requests, 1000)
 
 
-@pytest.mark.parametrize("bandwidth", [1e6, 1e9, 1e13])
-@pytest.mark.parametrize("latency", [1e-7, 1e-4])
+@pytest.mark.parametrize(
+    ("bandwidth", "latency"),
+    [
+        (1e6, 1e-7),
+        (1e13, 1e-4),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((1e6, 1e-4), (1e9, 1e-7), (1e9, 1e-4), (1e13, 1e-7))
+        ),
+    ],
+)
 @pytest.mark.parametrize("count", [1, 16])
 @pytest.mark.parametrize("roomy", [True, False])
 def test_auto_is_the_best_of_all_layouts(
