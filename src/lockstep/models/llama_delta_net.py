@@ -5,7 +5,7 @@ from typing import Self
 import equinox as eqx
 import haliax as hax
 import jax
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 from jaxtyping import Array, Float
 
 from lockstep.models import block
@@ -19,8 +19,14 @@ from lockstep.models.train_ops import Train
 class DeltaNet(eqx.Module):
     """Linear attention with the gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464)."""
 
-    linear_qkvz: Weight
-    linear_gates: NamedArray
+    linear_qkvz: Weight | None
+    linear_gates: NamedArray | None
+    linear_q: Weight | None
+    linear_k: Weight | None
+    linear_v: Weight | None
+    linear_z: Weight | None
+    linear_b: NamedArray | None
+    linear_a: NamedArray | None
     linear_conv_q: NamedArray
     linear_conv_k: NamedArray
     linear_conv_v: NamedArray
@@ -34,10 +40,21 @@ class DeltaNet(eqx.Module):
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections and decays, and a unit norm."""
         ax, std, keys = LlamaAxes.of(config), config.initializer_range, jax.random.split(key, 7)
-        heads = (ax.KeyHead, ax.ValueGroup)
+        heads, split = (ax.KeyHead, ax.ValueGroup), config.variant.split_delta
+
+        def part(number: int, has: bool, *axes: Axis) -> NamedArray | None:
+            own = keys[number] if number < 2 else jax.random.fold_in(key, number)
+            return hax.random.normal(own, (ax.Embed, *axes)) * std if has else None
+
         return cls(
-            linear_qkvz=hax.random.normal(keys[0], (ax.Embed, ax.KeyHead, ax.Qkvz)) * std,
-            linear_gates=hax.random.normal(keys[1], (ax.Embed, ax.KeyHead, ax.Gates)) * std,
+            linear_qkvz=part(0, not split, ax.KeyHead, ax.Qkvz),
+            linear_gates=part(1, not split, ax.KeyHead, ax.Gates),
+            linear_q=part(0, split, ax.KeyHead, ax.Key),
+            linear_k=part(7, split, ax.KeyHead, ax.Key),
+            linear_v=part(8, split, *heads, ax.Value),
+            linear_z=part(9, split, *heads, ax.Value),
+            linear_b=part(1, split, *heads),
+            linear_a=part(10, split, *heads),
             linear_conv_q=hax.random.normal(keys[2], (ax.KeyHead, ax.Key, ax.One, ax.Width)) * std,
             linear_conv_k=hax.random.normal(keys[3], (ax.KeyHead, ax.Key, ax.One, ax.Width)) * std,
             linear_conv_v=hax.random.normal(keys[4], (*heads, ax.Value, ax.One, ax.Width)) * std,
