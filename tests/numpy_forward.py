@@ -157,6 +157,27 @@ def glm_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array
     return out
 
 
+def deepseek_v2(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434, section 2.2: a softmax; groups by their best expert."""
+    moe = tensors.below("mlp")
+    if "gate.weight" not in moe:  # a layer without experts
+        return dense(family, config, tensors, x)
+    scores = softmax(linear(moe, "gate", x))
+    if config["topk_method"] == "group_limited_greedy":
+        groups = scores.reshape(*scores.shape[:-1], config["n_group"], -1)
+        least = np.sort(groups.max(-1), axis=-1)[..., -config["topk_group"], None, None]
+        scores = np.where(groups.max(-1, keepdims=True) >= least, groups, 0).reshape(scores.shape)
+
+    def expert(index: int, token: Array) -> Array:
+        return gated(family, moe.below(f"experts.{index}"), token, PROJECTIONS)
+
+    def share(chosen: Array) -> Array:
+        return config["routed_scaling_factor"] * chosen
+
+    shared = gated(family, moe.below("shared_experts"), x, PROJECTIONS)
+    return shared + routed(scores, config["num_experts_per_tok"], expert, share, x)
+
+
 def in_best_groups(scores: Array, config: Config) -> Array:
     """DeepSeek-AI 2024, section 2.1.2: scores of groups whose two best have no large sum are no scores."""
     groups = scores.reshape(config["n_group"], -1)
@@ -177,7 +198,9 @@ def latent_attention(family: Family, config: Config, tensors: Tensors, x: Array,
     latent = normalised(family, config, latent, tensors["kv_a_layernorm.weight"])
     kv = linear(tensors, "kv_b_proj", latent).reshape(batch, length, heads, -1)
     rope = config["rope_parameters"]
-    q_rotated, key = (rotate(part, rope, config["rope_interleave"]) for part in (q[..., nope:], key[:, :, None]))
+    q_rotated, key = (
+        rotate(part, rope, config.get("rope_interleave", True)) for part in (q[..., nope:], key[:, :, None])
+    )
     scores = np.einsum("bqnh,bknh->bnqk", q[..., :nope], kv[..., :nope])
     scores = scores + np.einsum("bqnh,bkh->bnqk", q_rotated, key[:, :, 0])
     all_dims = 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1.0)) + 1
@@ -204,6 +227,7 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family(norms=GLM_NORMS, interleaved=True),
     "glm4_moe": Family(mlp=glm_moe),
     "deepseek_v3": Family(mlp=glm_moe),
+    "deepseek_v2": Family(mlp=deepseek_v2),
     "cohere2": Family(
         centered=True, parallel=True, norms=("input_layernorm", None, None, None), interleaved=True, rotates_full=False
     ),

@@ -266,7 +266,9 @@ class Searched:
         order = jnp.where(scoring == SCORINGS.index("biased_sigmoid"), sigmoids + (logits - unbiased), logits)
         if experts.groups > 1:
             by_group = order.reshape(*order.shape[:-1], experts.groups, -1)
-            best = _ranks(jax.lax.top_k(by_group, 2)[0].sum(axis=-1)) < settings["groups_per_token"]
+            two = jax.lax.top_k(by_group, 2)[0]
+            of_groups = jnp.where(scoring == SCORINGS.index("softmax"), two[..., 0], two.sum(axis=-1))
+            best = _ranks(of_groups) < settings["groups_per_token"]
             order = jnp.where(best[..., None], by_group, -jnp.inf).reshape(order.shape)
         shares = jnp.where(_ranks(order) < settings["experts_per_token"], scores, 0.0)
         shares = jnp.where(settings["norm_topk_prob"], shares / jnp.sum(shares, axis=-1, keepdims=True), shares)

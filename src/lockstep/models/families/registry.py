@@ -26,8 +26,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
 """The families by their entry of ``architectures`` in ``config.json``."""
 
 NOT_COMPUTED: Final[Mapping[str, str]] = {
-    "DeepseekV2ForCausalLM": "experts that a softmax chooses by groups",
     "DeepseekV32ForCausalLM": "attention to positions that an indexer chooses",
+    "Olmo3ForCausalLM": "a factor of attention scores (YaRN) that layers with a window do not have",
 }
 """The parts of well-known architectures that lockstep does not compute."""
 

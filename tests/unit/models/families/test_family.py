@@ -32,6 +32,7 @@ from lockstep.models import (
     skeleton,
 )
 from lockstep.models.families.cohere2 import Cohere2Config, Cohere2Variant
+from lockstep.models.families.deepseek_v2 import DeepseekV2Config
 from lockstep.models.families.deepseek_v3 import DeepseekV3Config
 from lockstep.models.families.gemma2 import Gemma2Config, Gemma2Variant
 from lockstep.models.families.gemma3 import Gemma3Config, Gemma3Variant
@@ -86,6 +87,14 @@ DEEPSEEK: dict[str, Any] = {
         load_balancing_coef=0.0,
     ),
 }
+OF_SOFTMAX: dict[str, Any] = {"scoring": "softmax", "norm_topk_prob": False}
+GREEDY = dataclasses.replace(DEEPSEEK["experts"], **OF_SOFTMAX, groups=1, groups_per_tok=1, routed_scaling_factor=1.0)
+SLOWED = RotaryConfig(
+    theta=200.0,
+    yarn=YarnScaling(
+        factor=4.0, original_max_position_embeddings=16, attention_factor=0.1 * 0.707 * math.log(4.0) + 1.0
+    ),
+)
 FAMILIES = {
     "llama3": LlamaConfig(**SIZES, layer_norm_epsilon=1e-5, rope=RotaryConfig(scaling=BANDS)),
     "llama_tied": LlamaConfig(**{**SIZES, "num_layers": 3}, layer_norm_epsilon=1e-6, tie_word_embeddings=True),
@@ -133,6 +142,16 @@ FAMILIES = {
             load_balancing_coef=0.0,
         ),
     ),
+    "deepseek_v2": DeepseekV2Config(
+        **{**DEEPSEEK, "experts": dataclasses.replace(DEEPSEEK["experts"], **OF_SOFTMAX, routed_scaling_factor=1.7)},
+        latent=LATENT,
+        rope=SLOWED,
+    ),
+    "deepseek_v2_lite": DeepseekV2Config(
+        **{**DEEPSEEK, "experts": GREEDY, "layer_norm_epsilon": 1e-2},
+        latent=dataclasses.replace(LATENT, q_lora_rank=None),
+        rope=RotaryConfig(theta=200.0),
+    ),
     "deepseek_v3": DeepseekV3Config(
         **DEEPSEEK,
         latent=LATENT,
@@ -143,12 +162,7 @@ FAMILIES = {
     "deepseek_v3_lite": DeepseekV3Config(
         **{**DEEPSEEK, "layer_norm_epsilon": 1e-2},
         latent=dataclasses.replace(LATENT, q_lora_rank=None),
-        rope=RotaryConfig(
-            theta=200.0,
-            yarn=YarnScaling(
-                factor=4.0, original_max_position_embeddings=16, attention_factor=0.1 * 0.707 * math.log(4.0) + 1.0
-            ),
-        ),
+        rope=SLOWED,
         variant=Variant(),
     ),
     "cohere2": Cohere2Config(
@@ -219,6 +233,10 @@ SEES: dict[str, Any] = {"architectures": ["Qwen3_5ForConditionalGeneration"], "m
 MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
 
 
+OF_LATER = {"num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim"}
+"""What only one of transformers 5.12 and 5.24 writes of deepseek_v2."""
+
+
 def hf(family: str, **changes: Any) -> dict[str, Any]:
     return {**json.loads((GOLDEN / family / "config.json").read_text()), **changes}
 
@@ -260,6 +278,8 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "qwen3_5": {"full_attention_interval", "partial_rotary_factor", "rope_parameters"},  # mrope_section: of images
         "qwen3_5_moe": {"full_attention_interval", "partial_rotary_factor"},
         # Defaults of transformers are written too; it has no use for the last.
+        "deepseek_v2": {"rope_parameters", "rope_scaling", *OF_LATER},
+        "deepseek_v2_lite": {"n_group", "topk_group", *OF_LATER},
         **dict.fromkeys(("deepseek_v3", "deepseek_v3_lite"), {"rope_parameters", "pretraining_tp", "rope_scaling"}),
     }.get(family, set())
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= skip
@@ -645,7 +665,8 @@ PUBLISHED = {
     ("name", "billions"),
     [("c4ai-command-r7b-12-2024", 8.0), ("c4ai-command-a-03-2025", 111.1), ("GLM-4-9B-0414", 9.4), ("GLM-4.5", 352.8),
      ("GLM-4.5-Air", 106.9), ("Qwen3.5-27B", 26.9), ("Qwen3.5-35B-A3B", 34.66), ("Qwen3.5-397B-A17B", 396.3),
-     ("Qwen3-Next-80B-A3B-Instruct", 79.7), ("DeepSeek-V3", 671.03)],
+     ("Qwen3-Next-80B-A3B-Instruct", 79.7), ("DeepSeek-V3", 671.03), ("DeepSeek-V2", 235.74),
+     ("DeepSeek-V2-Lite", 15.71)],
 )  # fmt: skip
 def test_a_preset_has_the_parameters_of_its_checkpoint(name: str, billions: float) -> None:
     preset = find_preset(name)
@@ -712,7 +733,7 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, r"\['LlamaForSequenceClassification'\]"),
         ({"architectures": ["MistralForCausalLM"]}, r"\['MistralForCausalLM'\] and model_type 'llama', .*contradict"),
         ({"transformers_weights": "other.safetensors"}, r"transformers_weights 'other\.safetensors', the file"),
-        ({"architectures": ["DeepseekV2ForCausalLM"]}, r"DeepseekV2ForCausalLM.*needs experts that a softmax chooses"),
+        ({"architectures": ["Olmo3ForCausalLM"]}, r"Olmo3.*needs a factor of attention scores \(YaRN\) that layers"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, r"DeepseekV32.*needs attention to positions that an indexer"),
         ({**SEES, "model_type": "llama"}, r"\['Qwen3_5ForConditionalGeneration'\] \(model_type 'llama'\)"),
         (SEES, r"has no text_config; lockstep needs it"),
@@ -756,6 +777,26 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
 def test_what_lockstep_does_not_compute_is_refused_by_name(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         config_from_hf(hf("llama3", **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"topk_method": "noaux_tc"}, r"topk_method 'noaux_tc' and scoring_func 'softmax'; .*'group_limited_greedy'"),
+        ({"scoring_func": "sigmoid"}, r"topk_method 'group_limited_greedy' and scoring_func 'sigmoid'"),
+        ({"norm_topk_prob": True}, r"norm_topk_prob: true; transformers' deepseek_v2 does not divide"),
+        ({"n_group": None}, r"has n_group: null; lockstep needs it"),
+        ({"n_shared_experts": None}, r"has n_shared_experts: null; lockstep needs it"),
+        ({"num_key_value_heads": 2}, r"num_key_value_heads 2 and num_attention_heads 6; a latent makes a key"),
+        ({"rope_parameters": YARN}, r"mscale None and mscale_all_dim None; .*where the two are equal and not 0"),
+        ({"attention_bias": True}, r"attention_bias: true"),
+    ],
+)
+def test_what_is_not_deepseek_v2_is_refused_by_name(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        config_from_hf(hf("deepseek_v2", **change))
+    kept = hf("deepseek_v2_lite", num_key_value_heads=None, n_group=None, topk_group=None)
+    assert config_from_hf(kept) == FAMILIES["deepseek_v2_lite"]  # a greedy choice has no groups
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])

@@ -26,11 +26,11 @@ from tests.golden.variants import POSITIONS, VARIANTS
 from tests.multiprocess.harness import run_threads
 
 GOLDEN = Path(__file__).parents[3] / "golden"
-FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "glm4", "cohere2"]
-FAMILIES += ["qwen3_5"]
+FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_5", "gemma2", "gemma3", "olmo2", "phi3", "glm4"]
+FAMILIES += ["cohere2"]
 FAST = ["llama3", "llama_tied", "qwen2", "gemma3", "phi3"]
 EXPERTS = [
-    *("deepseek_v3", "deepseek_v3_lite", "glm4_moe"),
+    *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v3_lite", "glm4_moe"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"),
 ]
 
