@@ -1,19 +1,21 @@
 """The layer of the trainable model with linear attention, on named axes."""
 
+import functools
 from typing import Self
 
 import equinox as eqx
 import haliax as hax
 import jax
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 from jaxtyping import Array, Float
 
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig
 from lockstep.models.delta_rule import DeltaGates, DeltaState, gated_delta
 from lockstep.models.low_rank import Weight
-from lockstep.models.named_block import LlamaAxes
+from lockstep.models.named_block import weight_axes
 from lockstep.models.train_ops import Train
+from lockstep.models.weights import JOINED_DELTA, SPLIT_DELTA
 
 
 class DeltaNet(eqx.Module):
@@ -39,29 +41,19 @@ class DeltaNet(eqx.Module):
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections and decays, and a unit norm."""
-        ax, std, keys = LlamaAxes.of(config), config.initializer_range, jax.random.split(key, 7)
-        heads, split = (ax.KeyHead, ax.ValueGroup), config.variant.split_delta
-
-        def part(number: int, has: bool, *axes: Axis) -> NamedArray | None:
-            own = keys[number] if number < 2 else jax.random.fold_in(key, number)
-            return hax.random.normal(own, (ax.Embed, *axes)) * std if has else None
-
+        axes, std, keys = functools.partial(weight_axes, config), config.initializer_range, jax.random.split(key, 7)
+        if config.variant.split_delta:
+            random = {name: jax.random.fold_in(key, number) for number, name in enumerate(SPLIT_DELTA)}
+        else:
+            random = dict(zip(JOINED_DELTA, keys, strict=False))
+        random |= zip(("linear_conv_q", "linear_conv_k", "linear_conv_v"), keys[2:5], strict=True)
+        weights = {name: hax.random.normal(own, axes(name)) * std for name, own in random.items()}
         return cls(
-            linear_qkvz=part(0, not split, ax.KeyHead, ax.Qkvz),
-            linear_gates=part(1, not split, ax.KeyHead, ax.Gates),
-            linear_q=part(0, split, ax.KeyHead, ax.Key),
-            linear_k=part(7, split, ax.KeyHead, ax.Key),
-            linear_v=part(8, split, *heads, ax.Value),
-            linear_z=part(9, split, *heads, ax.Value),
-            linear_b=part(1, split, *heads),
-            linear_a=part(10, split, *heads),
-            linear_conv_q=hax.random.normal(keys[2], (ax.KeyHead, ax.Key, ax.One, ax.Width)) * std,
-            linear_conv_k=hax.random.normal(keys[3], (ax.KeyHead, ax.Key, ax.One, ax.Width)) * std,
-            linear_conv_v=hax.random.normal(keys[4], (*heads, ax.Value, ax.One, ax.Width)) * std,
-            linear_decay=hax.log(hax.random.uniform(keys[5], heads, minval=0.01, maxval=16.0)),
-            linear_decay_bias=hax.ones(heads),
-            linear_norm=hax.ones(ax.Value),
-            linear_o=hax.random.normal(keys[6], (*heads, ax.Value, ax.Embed)) * std,
+            **dict.fromkeys((*JOINED_DELTA, *SPLIT_DELTA)) | weights,
+            linear_decay=hax.log(hax.random.uniform(keys[5], axes("linear_decay"), minval=0.01, maxval=16.0)),
+            linear_decay_bias=hax.ones(axes("linear_decay_bias")),
+            linear_norm=hax.ones(axes("linear_norm")),
+            linear_o=hax.random.normal(keys[6], axes("linear_o")) * std,
             config=config,
         )
 

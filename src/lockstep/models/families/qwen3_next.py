@@ -9,7 +9,7 @@ from lockstep.models.config import LlamaConfig, ModelConfig, every_nth_full
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.family import Family, preset
 from lockstep.models.families.qwen2_moe import SHARED_TENSORS
 from lockstep.models.families.qwen3_moe import EXPERT_DEFAULTS, EXPERT_TENSORS, read_experts, write_experts
 from lockstep.models.rope import RotaryConfig, required
@@ -85,12 +85,7 @@ def read_linear(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    experts = dataclasses.replace(
-        read_experts(hf),
-        shared_intermediate_dim=required(hf, "shared_expert_intermediate_size"),
-        shared_router=True,
-    )
-    return {**read_linear(hf), "experts": experts}
+    return {**read_linear(hf), "experts": read_experts(hf, shared=True)}
 
 
 def write_linear(config: LlamaConfig) -> dict[str, Any]:
@@ -146,12 +141,6 @@ FAMILY: Final = Family(
     write=_write,
     # The config.json of the checkpoint.
     presets={
-        "qwen3-next-80b-a3b": ModelPreset(
-            config=Qwen3NextConfig(
-                max_seq_len=262144, hidden_dim=2048, intermediate_dim=5120, num_layers=48, num_heads=16,
-                num_kv_heads=2,
-            ),
-            vocab_size=151936,
-        ),
+        "qwen3-next-80b-a3b": preset(Qwen3NextConfig, (2048, 5120, 48, 16, 2), context=262144, vocab=151936),
     },
 )  # fmt: skip
