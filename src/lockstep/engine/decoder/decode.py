@@ -190,8 +190,8 @@ def verify_function(
             _, *state = jax.lax.fori_loop(0, groups, sample_group, state)
             return index + 1, cache, *state
 
-        steps = jnp.zeros((capacity.slots, capacity.draft_tokens), jnp.int32)
-        results = [*_no_results(transformer, capacity, steps.shape), steps]
+        shape = (capacity.slots, capacity.draft_tokens)
+        results = [*_no_results(transformer, capacity, shape), jnp.zeros(shape, jnp.int32)]
         state = (
             jnp.int32(0),
             attention.begin_decode(pool, page_table, inputs["position"], transformer.kv_layers),

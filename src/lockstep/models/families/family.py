@@ -43,7 +43,7 @@ def preset(
         fields: Other fields of the configuration.
     """
     names = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
-    config = kind(max_seq_len=context, **dict(zip(names, sizes, strict=True)), **fields)
+    config = kind(max_seq_len=context, **fields, **dict[str, Any](zip(names, sizes, strict=True)))
     return ModelPreset(config=config, vocab_size=vocab)
 
 
