@@ -118,7 +118,7 @@ def qwen_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Arra
         return gated(family, moe.below(f"experts.{index}"), token, PROJECTIONS)
 
     def share(chosen: Array) -> Array:
-        return chosen / chosen.sum() if config["norm_topk_prob"] else chosen
+        return chosen / chosen.sum() if config.get("norm_topk_prob", True) else chosen
 
     out = routed(softmax(linear(moe, "gate", x)), config["num_experts_per_tok"], expert, share, x)
     if "shared_expert_gate.weight" in moe:
@@ -157,6 +157,27 @@ def glm_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array
     return out
 
 
+def deepseek_v2(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434, section 2.2: a softmax; groups by their best expert."""
+    moe = tensors.below("mlp")
+    if "gate.weight" not in moe:  # a layer without experts
+        return dense(family, config, tensors, x)
+    scores = softmax(linear(moe, "gate", x))
+    if config["topk_method"] == "group_limited_greedy":
+        groups = scores.reshape(*scores.shape[:-1], config["n_group"], -1)
+        least = np.sort(groups.max(-1), axis=-1)[..., -config["topk_group"], None, None]
+        scores = np.where(groups.max(-1, keepdims=True) >= least, groups, 0).reshape(scores.shape)
+
+    def expert(index: int, token: Array) -> Array:
+        return gated(family, moe.below(f"experts.{index}"), token, PROJECTIONS)
+
+    def share(chosen: Array) -> Array:
+        return config["routed_scaling_factor"] * chosen
+
+    shared = gated(family, moe.below("shared_experts"), x, PROJECTIONS)
+    return shared + routed(scores, config["num_experts_per_tok"], expert, share, x)
+
+
 def in_best_groups(scores: Array, config: Config) -> Array:
     """DeepSeek-AI 2024, section 2.1.2: scores of groups whose two best have no large sum are no scores."""
     groups = scores.reshape(config["n_group"], -1)
@@ -177,7 +198,9 @@ def latent_attention(family: Family, config: Config, tensors: Tensors, x: Array,
     latent = normalised(family, config, latent, tensors["kv_a_layernorm.weight"])
     kv = linear(tensors, "kv_b_proj", latent).reshape(batch, length, heads, -1)
     rope = config["rope_parameters"]
-    q_rotated, key = (rotate(part, rope, config["rope_interleave"]) for part in (q[..., nope:], key[:, :, None]))
+    q_rotated, key = (
+        rotate(part, rope, config.get("rope_interleave", True)) for part in (q[..., nope:], key[:, :, None])
+    )
     scores = np.einsum("bqnh,bknh->bnqk", q[..., :nope], kv[..., :nope])
     scores = scores + np.einsum("bqnh,bkh->bnqk", q_rotated, key[:, :, 0])
     all_dims = 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1.0)) + 1
@@ -204,13 +227,15 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family(norms=GLM_NORMS, interleaved=True),
     "glm4_moe": Family(mlp=glm_moe),
     "deepseek_v3": Family(mlp=glm_moe),
+    "deepseek_v2": Family(mlp=deepseek_v2),
     "cohere2": Family(
         centered=True, parallel=True, norms=("input_layernorm", None, None, None), interleaved=True, rotates_full=False
     ),
     "mixtral": Family(mlp=mixtral),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Family(mlp=qwen_moe)),
     "gpt_oss": Family(mlp=gpt_oss),
-    "qwen3_next": Family(norm_plus_one=True, gated=True, mlp=qwen_moe),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), Family(norm_plus_one=True, gated=True, mlp=qwen_moe)),
+    "qwen3_5_text": Family(norm_plus_one=True, gated=True),
 }
 """By the ``model_type`` of ``config.json``."""
 
@@ -318,11 +343,15 @@ def delta_net(config: Config, tensors: Tensors, x: Array) -> Array:
     batch, length, _ = x.shape
     heads, group = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
     key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
-    by_head = linear(tensors, "in_proj_qkvz", x).reshape(batch, length, heads, -1)
-    qkv, z = np.split(by_head, [2 * key + group * value], -1)
-    qkv = np.concatenate(
-        [part.reshape(batch, length, -1) for part in np.split(qkv, [key, 2 * key], -1)], -1
-    )  # in the order of the convolution: all queries, all keys, all values
+    if "in_proj_qkv.weight" in tensors:  # Qwen3.5: all queries, all keys, all values
+        qkv, z, b, a = (linear(tensors, f"in_proj_{name}", x) for name in ("qkv", "z", "b", "a"))
+    else:
+        by_head = linear(tensors, "in_proj_qkvz", x).reshape(batch, length, heads, -1)
+        qkv, z = np.split(by_head, [2 * key + group * value], -1)
+        qkv = np.concatenate(
+            [part.reshape(batch, length, -1) for part in np.split(qkv, [key, 2 * key], -1)], -1
+        )  # in the order of the convolution
+        b, a = np.split(linear(tensors, "in_proj_ba", x).reshape(batch, length, heads, -1), 2, -1)
     taps = tensors["conv1d.weight"][:, 0]
     past = np.pad(qkv, ((0, 0), (taps.shape[1] - 1, 0), (0, 0)))
     qkv = silu(sum(past[:, tap : tap + length] * taps[:, tap] for tap in range(taps.shape[1])))
@@ -330,7 +359,6 @@ def delta_net(config: Config, tensors: Tensors, x: Array) -> Array:
     q, k = (part.reshape(batch, length, heads, key).repeat(group, 2) for part in (q, k))
     q, k = (part / np.sqrt(np.sum(part * part, -1, keepdims=True) + 1e-6) for part in (q, k))
     v = v.reshape(batch, length, heads * group, value)
-    b, a = np.split(linear(tensors, "in_proj_ba", x).reshape(batch, length, heads, -1), 2, -1)
     b, a = (part.reshape(batch, length, heads * group) for part in (b, a))
     decay = np.exp(-np.exp(tensors["A_log"]) * np.log1p(np.exp(a + tensors["dt_bias"])))
     state, out = np.zeros((batch, heads * group, key, value)), np.zeros_like(v)

@@ -6,7 +6,8 @@ Needs a Python of its own, because the tests run without torch. Made with Python
     python3.11 -m venv /tmp/goldens && /tmp/goldens/bin/pip install torch==2.13.0 transformers safetensors
     /tmp/goldens/bin/python tests/golden/make_goldens.py
 
-The families from gemma2 on are of transformers 5.24.0, those with experts of torch 2.14.1 and transformers 5.12.1;
+The families from gemma2 on are of transformers 5.24.0, those with experts up to deepseek_v3_lite of torch 2.14.1 and
+transformers 5.12.1 (whose deepseek_v2 leaves out the factor of scores of YaRN);
 families named after the command are made alone; ``variants`` makes ``variants.npz``, the logits of `variants.py` (torch
 2.13.0, transformers 5.12.1, ml_dtypes 0.5). From gemma2 on their
 ``golden.npz`` also has ``generated`` int32 [2, 20], the tokens of greedy decoding with transformers' cache.
@@ -27,6 +28,7 @@ import torch
 import transformers
 from transformers import (
     Cohere2Config,
+    DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -41,6 +43,8 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -94,6 +98,19 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "num_mtp_layers": 0,
 }
+DELTA = {
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "rms_norm_eps": 1e-3,  # what a query reads of a memory that has little for it is not blown up with its rounding
+    "eos_token_id": 0,
+}
+MROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama3": LlamaConfig(**SIZES, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE),
     "llama_tied": LlamaConfig(**{**SIZES, "num_hidden_layers": 3}, tie_word_embeddings=True),
@@ -256,6 +273,40 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "mscale_all_dim": 0.707,
         },
     ),
+    # Three value heads to each of two key heads, each part of a projection a tensor of its own.
+    "qwen3_5": Qwen3_5TextConfig(
+        **{**ODD, **DELTA, "linear_num_value_heads": 6},
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        rope_parameters={**MROPE, "mrope_section": [1, 1, 1], "mrope_interleaved": True},
+    ),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(
+        **{**ODD, **DELTA},
+        moe_intermediate_size=22,
+        shared_expert_intermediate_size=34,
+        num_experts=5,
+        num_experts_per_tok=3,
+        rope_parameters=MROPE,
+    ),
+    "deepseek_v2": DeepseekV2Config(
+        **DEEPSEEK,
+        q_lora_rank=22,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.7,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 200.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+    ),
+    "deepseek_v2_lite": DeepseekV2Config(
+        **{**DEEPSEEK, "n_group": 1, "topk_group": 1},
+        q_lora_rank=None,
+        rms_norm_eps=1e-2,
+        rope_parameters={"rope_type": "default", "rope_theta": 200.0},
+    ),
 }
 
 
@@ -268,7 +319,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
             gemma = "Gemma" in type(model).__name__
-            centred = gemma or ("Next" in type(model).__name__ and not name.endswith("linear_attn.norm.weight"))
+            delta = type(model).__name__.startswith(("Qwen3Next", "Qwen3_5"))
+            centred = gemma or (delta and not name.endswith("linear_attn.norm.weight"))
             tied = gemma or "Cohere" in type(model).__name__
             if name == "model.norm.weight" and tied:
                 parameter.copy_(8 + 3 * noise)

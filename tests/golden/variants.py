@@ -84,6 +84,19 @@ def _with_fused_experts(tensors: Tensors) -> Tensors:
     return fused
 
 
+def _seeing(family: str, tensors: Callable[[Tensors], Tensors] = lambda tensors: tensors) -> Variant:
+    """A model with a vision tower, and layers of multi-token prediction, around a family's."""
+    text = json.loads((GOLDEN / family / "config.json").read_text())
+    name, kind = text["architectures"][0].replace("CausalLM", "ConditionalGeneration"), text["model_type"]
+
+    def change(stored: Tensors) -> Tensors:
+        stored = {name.replace("model.", "model.language_model."): value for name, value in tensors(stored).items()}
+        return stored | {name: np.ones((2, 2), np.float32) for name in ("model.visual.merger.weight", "mtp.fc.weight")}
+
+    config = {"architectures": [name], "model_type": kind.removesuffix("_text"), "text_config": text}
+    return Variant(family, config, without=tuple(text.keys() - config.keys()), tensors=change)
+
+
 def _rope(scaling: Mapping[str, Any], **more: Any) -> Variant:
     return Variant("llama3", {"rope_theta": 500.0, "rope_scaling": scaling, **more}, without=("rope_parameters",))
 
@@ -135,6 +148,8 @@ VARIANTS: dict[str, Variant] = {
         f"{family}_fused": Variant(family, tensors=_with_fused_experts)
         for family in ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed")
     },
+    "qwen3_5_seeing": _seeing("qwen3_5"),
+    "qwen3_5_moe_seeing": _seeing("qwen3_5_moe", _with_fused_experts),
     "qwen3_moe_fused_no_prefix": Variant(
         "qwen3_moe", tensors=lambda tensors: _without_prefix(_with_fused_experts(tensors))
     ),

@@ -22,7 +22,7 @@ from lockstep.models.experts import Scoring
 from lockstep.models.latent import LatentQueries, expanded
 from lockstep.models.layers import Attend, feed_forward, first_stream, last_stream, layer
 from lockstep.models.weight_sizes import sizes_of
-from lockstep.models.weights import ATTENTION_WEIGHTS, LINEAR_WEIGHTS, WEIGHT_AXES, DecoderWeights
+from lockstep.models.weights import ATTENTION_WEIGHTS, LINEAR_WEIGHTS, SPLIT_DELTA, WEIGHT_AXES, DecoderWeights
 
 ACTIVATIONS: Final = tuple(block.ACTIVATIONS)
 SCORINGS: Final[tuple[str, ...]] = get_args(Scoring)
@@ -36,6 +36,9 @@ PAIRS: Final = (
     ("attn_post_norm", "mlp_norm"),
     ("q_norm", "k_norm"),
     ("q_a_norm", "kv_a_norm"),
+    ("linear_q", "linear_k"),
+    ("linear_v", "linear_z"),
+    ("linear_b", "linear_a"),
     ("linear_conv_q", "linear_conv_k"),
     ("linear_decay", "linear_decay_bias"),
 )
@@ -45,7 +48,7 @@ SQUARE: Final = ("q", "k", "v", "o")
 ORDERED: Final = (
     *("q", "gated_q", "q_b", "k", "q_bias", "k_bias", "q_norm", "k_norm", "q_wide_norm", "k_wide_norm"),
     *("kv_a", "kv_b", "o", "sinks", "head_gate", "linear_qkvz", "linear_gates", "linear_conv_q", "linear_conv_k"),
-    *("linear_conv_v", "linear_decay", "linear_decay_bias", "linear_o"),
+    *("linear_conv_v", "linear_decay", "linear_decay_bias", "linear_o", *SPLIT_DELTA),
 )
 """Weights whose heads, or parts of heads, a reader can have in another order."""
 _STREAMS: Final = ("embed", "q_latent", "kv_latent")
@@ -159,7 +162,7 @@ def adjustable_logits(
             return layer(ops, config, w, x, (jnp.cos(angles), jnp.sin(angles)), ops.recur, mlp)
 
         answer: tuple[Array, None]
-        answer = full(x) if w.linear_qkvz is None else jax.lax.cond(w.linear, linear, full, x)
+        answer = full(x) if w.linear_o is None else jax.lax.cond(w.linear, linear, full, x)
         return answer
 
     x = first_stream(ops, config, weights, settings["embed_scale"] * weights.embed[ids])
@@ -263,7 +266,9 @@ class Searched:
         order = jnp.where(scoring == SCORINGS.index("biased_sigmoid"), sigmoids + (logits - unbiased), logits)
         if experts.groups > 1:
             by_group = order.reshape(*order.shape[:-1], experts.groups, -1)
-            best = _ranks(jax.lax.top_k(by_group, 2)[0].sum(axis=-1)) < settings["groups_per_token"]
+            two = jax.lax.top_k(by_group, 2)[0]
+            of_groups = jnp.where(scoring == SCORINGS.index("softmax"), two[..., 0], two.sum(axis=-1))
+            best = _ranks(of_groups) < settings["groups_per_token"]
             order = jnp.where(best[..., None], by_group, -jnp.inf).reshape(order.shape)
         shares = jnp.where(_ranks(order) < settings["experts_per_token"], scores, 0.0)
         shares = jnp.where(settings["norm_topk_prob"], shares / jnp.sum(shares, axis=-1, keepdims=True), shares)

@@ -57,7 +57,8 @@ class Experts:
     ``biased_sigmoid`` to their sigmoid (DeepSeek V3, GLM-4.5)."""
     groups: int = 1
     """The number of groups of experts, of as many each: a token's experts are of the ``groups_per_tok`` whose two best
-    scores have the largest sums (DeepSeek V3, https://arxiv.org/abs/2412.19437, section 2.1.2)."""
+    scores have the largest sums (DeepSeek V3, https://arxiv.org/abs/2412.19437, section 2.1.2), or of a softmax the
+    largest best (DeepSeek V2, https://arxiv.org/abs/2405.04434, section 2.2.2)."""
     groups_per_tok: int = 1
     """The number of groups that a token's experts are of."""
     routed_scaling_factor: float = 1.0
@@ -278,8 +279,8 @@ def _in_best_groups(scores: Float[Array, "token expert"], experts: Experts) -> F
     if experts.groups_per_tok == experts.groups:
         return scores
     by_group = scores.reshape(len(scores), experts.groups, -1)
-    two_best, _ = jax.lax.top_k(by_group, 2)
-    _, best = jax.lax.top_k(two_best.sum(axis=-1), experts.groups_per_tok)
+    counted, _ = jax.lax.top_k(by_group, 1 if experts.scoring == "softmax" else 2)
+    _, best = jax.lax.top_k(counted.sum(axis=-1), experts.groups_per_tok)
     chosen = jax.nn.one_hot(best, experts.groups, dtype=jnp.bool_).any(axis=1)
     return jnp.where(chosen[..., None], by_group, -jnp.inf).reshape(scores.shape)
 

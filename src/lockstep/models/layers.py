@@ -121,7 +121,7 @@ def layer(
 
     x = stream(x)
     h = ops.keep(gated_norm(ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up))
-    if w.linear_qkvz is None:
+    if w.linear_o is None:
         attended = attention(ops, config, w, h, rotary, attend)
     else:
         attended = linear_attention(ops, config, w, h, attend)
@@ -221,9 +221,22 @@ def linear_attention(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, r
     """
     of = config.linear_attention
     assert of is not None
-    heads = ops.local(of.key_heads)
-    inputs = ops.shard(ops.columns(h, w.linear_qkvz, (heads, of.qkvz), units=heads), "key_head", "qkvz")
-    gates = ops.columns(h, w.linear_gates, (heads, 2 * of.group), units=heads)
+    heads, values = ops.local(of.key_heads), of.group * of.value_head_dim
+
+    def joined(*weights: tuple[Any, int]) -> Array:
+        """The products with some weights, which have so many columns for each key head, one after the other."""
+        parts = [ops.columns(h, weight, (heads, size), units=heads) for weight, size in weights]
+        parts = [part.reshape(*h.shape[:-1], heads, -1) for part in parts]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+    if w.linear_qkvz is not None:
+        inputs, gates = joined((w.linear_qkvz, of.qkvz)), joined((w.linear_gates, 2 * of.group))
+    else:
+        inputs = joined(
+            (w.linear_q, of.key_head_dim), (w.linear_k, of.key_head_dim), (w.linear_v, values), (w.linear_z, values)
+        )
+        gates = joined((w.linear_b, of.group), (w.linear_a, of.group))
+    inputs = ops.shard(inputs, "key_head", "qkvz")
     write, decay = (gate.astype(jnp.float32) for gate in jnp.split(gates, 2, axis=-1))
     rate, bias = (
         ops.array(x).reshape(decay.shape[-2:]).astype(jnp.float32) for x in (w.linear_decay, w.linear_decay_bias)

@@ -15,13 +15,20 @@ from lockstep.models.delta_rule import DeltaGates, DeltaState, gated_delta
 from lockstep.models.low_rank import Weight
 from lockstep.models.named_block import weight_axes
 from lockstep.models.train_ops import Train
+from lockstep.models.weights import JOINED_DELTA, SPLIT_DELTA
 
 
 class DeltaNet(eqx.Module):
     """Linear attention with the gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464)."""
 
-    linear_qkvz: Weight
-    linear_gates: NamedArray
+    linear_qkvz: Weight | None
+    linear_gates: NamedArray | None
+    linear_q: Weight | None
+    linear_k: Weight | None
+    linear_v: Weight | None
+    linear_z: Weight | None
+    linear_b: NamedArray | None
+    linear_a: NamedArray | None
     linear_conv_q: NamedArray
     linear_conv_k: NamedArray
     linear_conv_v: NamedArray
@@ -35,9 +42,14 @@ class DeltaNet(eqx.Module):
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections and decays, and a unit norm."""
         axes, std, keys = functools.partial(weight_axes, config), config.initializer_range, jax.random.split(key, 7)
-        random = ("linear_qkvz", "linear_gates", "linear_conv_q", "linear_conv_k", "linear_conv_v")
+        if config.variant.split_delta:
+            random = {name: jax.random.fold_in(key, number) for number, name in enumerate(SPLIT_DELTA)}
+        else:
+            random = dict(zip(JOINED_DELTA, keys, strict=False))
+        random |= zip(("linear_conv_q", "linear_conv_k", "linear_conv_v"), keys[2:5], strict=True)
+        weights = {name: hax.random.normal(own, axes(name)) * std for name, own in random.items()}
         return cls(
-            **{name: hax.random.normal(own, axes(name)) * std for name, own in zip(random, keys[:5], strict=True)},
+            **dict.fromkeys((*JOINED_DELTA, *SPLIT_DELTA)) | weights,
             linear_decay=hax.log(hax.random.uniform(keys[5], axes("linear_decay"), minval=0.01, maxval=16.0)),
             linear_decay_bias=hax.ones(axes("linear_decay_bias")),
             linear_norm=hax.ones(axes("linear_norm")),

@@ -36,13 +36,18 @@ TARGETS: Final[dict[str, tuple[str, ...]]] = {
     **{f"{weight}_proj": (weight, f"expert_{weight}", f"shared_{weight}") for weight in MLP_WEIGHTS},
     "gate_up_proj": ("expert_gate_up",),
     "in_proj_qkvz": ("linear_qkvz",),
+    "in_proj_qkv": ("linear_q", "linear_k", "linear_v"),
+    "in_proj_z": ("linear_z",),
     "out_proj": ("linear_o",),
     **{name: (weight,) for name, weight in _LATENT.items()},
 }
 """The linear layers that can have adapters, by their names in Hugging Face models: their weights, of which a model has
 some. The adapter of a weight has its name and ``_proj``."""
 
-_LATER: Final = ("gated_q", "linear_qkvz", "linear_o", *_LATENT.values())
+_LATER: Final = (
+    *("gated_q", "linear_qkvz", "linear_o", *_LATENT.values()),
+    *("linear_q", "linear_k", "linear_v", "linear_z"),
+)
 WEIGHTS: Final = [
     *(name for place in range(3) for of in TARGETS.values() for name in of[place : place + 1] if name not in _LATER),
     *_LATER,  # behind the others, whose random numbers stay
@@ -67,8 +72,9 @@ class LoraConfig:
     target_modules: tuple[str, ...] = (ALL,)
     """The linear layers with adapters: ``all-linear``, without the MLPs of a model that has experts, or some of
     ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``; ``gate_up_proj`` of
-    gpt-oss; ``in_proj_qkvz`` and ``out_proj`` of Qwen3-Next; ``q_a_proj``, ``q_b_proj``, ``kv_a_proj_with_mqa``,
-    ``kv_b_proj`` of DeepSeek. Those of an MLP are of each expert, too."""
+    gpt-oss; ``in_proj_qkvz`` and ``out_proj`` of Qwen3-Next, ``in_proj_qkv``, ``in_proj_z`` and ``out_proj`` of
+    Qwen3.5; ``q_a_proj``, ``q_b_proj``, ``kv_a_proj_with_mqa``, ``kv_b_proj`` of DeepSeek. Those of an MLP are of each
+    expert, too."""
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The float type in which the frozen weights are stored; null: the compute type of ``trainer.mp``, in which a step
     uses them anyway. Adapters are in the parameter type."""

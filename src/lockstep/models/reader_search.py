@@ -79,7 +79,7 @@ def _guesses(config: LlamaConfig, weights: DecoderWeights, base: Settings) -> It
     yield from _other_weights(config, weights)
     yield from _other_orders(config, weights, base)
     if config.linear_attention is not None:
-        yield from _memories(config.linear_attention, base)
+        yield from _memories(config.linear_attention, base, split=variant.split_delta)
 
 
 def is_now(name: str, value: Any, better: Any) -> str:
@@ -281,11 +281,15 @@ def _other_orders(config: LlamaConfig, weights: DecoderWeights, base: Settings) 
             yield f"{changed}: {text}", _changed(base, {changed: order})
 
 
-def _memories(of: LinearAttention, base: Settings) -> Iterator[Guess]:
-    """Other decays, norms and orders of linear attention, see `lockstep.models.delta_rule`."""
+def _memories(of: LinearAttention, base: Settings, *, split: bool) -> Iterator[Guess]:
+    """Other decays, norms and orders of linear attention, see `lockstep.models.delta_rule`.
+
+    Args:
+        split: Whether the parts of a key head are weights of their own, so that each has one order.
+    """
     keys, group, values = of.key_heads, of.group, of.group * of.value_head_dim
     widths, gates = (of.key_head_dim, of.key_head_dim, values, values), (group, group)
-    for text, orders in (
+    of_parts = (
         ("linear_qkvz: queries and keys are swapped", {"linear_qkvz": _parts(keys, widths, (1, 0, 2, 3))}),
         ("linear_qkvz: values and gates are swapped", {"linear_qkvz": _parts(keys, widths, (0, 1, 3, 2))}),
         ("linear_gates: writes and decays are swapped", {"linear_gates": _parts(keys, gates, (1, 0))}),
@@ -295,6 +299,9 @@ def _memories(of: LinearAttention, base: Settings) -> Iterator[Guess]:
             "linear_qkvz and linear_gates: the model has each part of all heads before the next part",
             {"linear_qkvz": _apart(keys, widths), "linear_gates": _apart(keys, gates)},
         ),
+    )
+    for text, orders in (
+        *(() if split else of_parts),
         ("linear_conv: the model has the token's own position first", _taps(of, base)),
         (
             "linear_: the model's value head i belongs to key head i % linear_attention.key_heads",
@@ -322,7 +329,7 @@ def _taps(of: LinearAttention, base: Settings) -> dict[str, np.ndarray]:
 def _value_heads(of: LinearAttention, base: Settings) -> dict[str, np.ndarray]:
     """The weights of value heads in the order that those of a key head are far apart in."""
     order = np.arange(of.value_heads).reshape(of.group, of.key_heads).T.reshape(-1)
-    names = ("linear_conv_v", "linear_decay", "linear_decay_bias", "linear_o")
+    names = ("linear_conv_v", "linear_decay", "linear_decay_bias", "linear_o", *(f"linear_{part}" for part in "vzba"))
     orders = {name: base["orders"][name].reshape(of.value_heads, -1)[order] for name in names}
     for name, first in (("linear_qkvz", 2 * of.key_head_dim), ("linear_gates", 0)):
         index = base["orders"][name].reshape(of.key_heads, -1)

@@ -59,7 +59,9 @@ class Variant:
     o_bias: bool = False
     """Whether the output projection of attention has a bias (gpt-oss)."""
     gated_attention: bool = False
-    """Whether attention's output is multiplied by the sigmoid of a gate of each element (Qwen3-Next)."""
+    """Whether attention's output is multiplied by the sigmoid of a gate of each element (Qwen3-Next, Qwen3.5)."""
+    split_delta: bool = False
+    """Whether the parts of linear attention's projection are weights of their own (Qwen3.5), not one (Qwen3-Next)."""
     attention_soft_cap: float | None = None
     """The soft cap of attention scores: a score s becomes ``cap * tanh(s / cap)`` (Gemma 2). Null for none."""
     logit_soft_cap: float | None = None

@@ -7,7 +7,14 @@ from typing import Final
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
-from lockstep.models.weights import LINEAR_WEIGHTS, STACKED, WEIGHT_AXES, DecoderWeights
+from lockstep.models.weights import (
+    JOINED_DELTA,
+    LINEAR_WEIGHTS,
+    SPLIT_DELTA,
+    STACKED,
+    WEIGHT_AXES,
+    DecoderWeights,
+)
 
 HEAD_AXES: Final = ("kv_head", "group", "head")
 """The axes that may be flattened into fewer, in this order."""
@@ -113,7 +120,7 @@ def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
     """For weights that a setting decides on, the setting with its value, and whether there must be one."""
     variant, latent = config.variant, config.latent is not None
     low_rank = config.latent is not None and config.latent.q_lora_rank is not None
-    scoring = config.experts and config.experts.scoring
+    scoring, linear = config.experts and config.experts.scoring, config.linear_attention is not None
     settings = {
         "tie_word_embeddings": (config.tie_word_embeddings, {"lm_head": not config.tie_word_embeddings}),
         "qkv_bias": (config.qkv_bias, dict.fromkeys(("q_bias", "k_bias", "v_bias"), config.qkv_bias)),
@@ -146,7 +153,12 @@ def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
         "experts.scoring": (scoring, {"router_bias": scoring not in (None, "softmax") or variant.fused_gate}),
         "linear_attention": (
             config.linear_attention,
-            dict.fromkeys(sorted(LINEAR_WEIGHTS), config.linear_attention is not None),
+            dict.fromkeys(sorted(LINEAR_WEIGHTS - {*JOINED_DELTA, *SPLIT_DELTA}), linear),
+        ),
+        "variant.split_delta": (
+            variant.split_delta,
+            dict.fromkeys(SPLIT_DELTA, linear and variant.split_delta)
+            | dict.fromkeys(JOINED_DELTA, linear and not variant.split_delta),
         ),
     }
     return {

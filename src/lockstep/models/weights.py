@@ -50,6 +50,12 @@ class LayerWeights:
     o: Float[Array, "layer kv_head group head embed"]
     linear_qkvz: Float[Array, "layer embed key_head qkvz"] | None = None
     linear_gates: Float[Array, "layer embed key_head gates"] | None = None
+    linear_q: Float[Array, "layer embed key_head key"] | None = None
+    linear_k: Float[Array, "layer embed key_head key"] | None = None
+    linear_v: Float[Array, "layer embed key_head value_group value"] | None = None
+    linear_z: Float[Array, "layer embed key_head value_group value"] | None = None
+    linear_b: Float[Array, "layer embed key_head value_group"] | None = None
+    linear_a: Float[Array, "layer embed key_head value_group"] | None = None
     linear_conv_q: Float[Array, "layer key_head key one width"] | None = None
     linear_conv_k: Float[Array, "layer key_head key one width"] | None = None
     linear_conv_v: Float[Array, "layer key_head value_group value one width"] | None = None
@@ -151,6 +157,12 @@ too, for ``kv_head`` comes first."""
 LINEAR_WEIGHTS: Final = frozenset(name for name in WEIGHT_AXES if name.startswith("linear_"))
 """Names of the weights of a layer with linear attention."""
 
+JOINED_DELTA: Final = ("linear_qkvz", "linear_gates")
+"""Names of those that have all parts of a key head."""
+
+SPLIT_DELTA: Final = tuple(f"linear_{part}" for part in "qkvzba")
+"""Names of those that a model has in place of these (`Variant.split_delta`)."""
+
 ATTENTION_WEIGHTS: Final = frozenset(
     name for name, axes in WEIGHT_AXES.items() if {"kv_head", "head"} & {*axes} or name == "o_bias"
 )
@@ -182,7 +194,8 @@ def quantized_dims(name: str, ndim: int) -> tuple[int, ...]:
     """`input_dims` of a weight whose products may be in 8 bits; none for a router, whose choice hangs on rounding, for
     gates of a memory, whose errors last, and for ``kv_b``, which decoding multiplies by one side and by the other.
     """
-    return () if name in ("router", "shared_router", "linear_gates", "kv_b") else input_dims(name, ndim)
+    wide = ("router", "shared_router", "linear_gates", "linear_a", "linear_b", "kv_b")
+    return () if name in wide else input_dims(name, ndim)
 
 
 _INPUTS: Final = frozenset(("embed", "q_latent", "kv_latent"))

@@ -315,6 +315,9 @@ LINEAR = Qwen3NextConfig(
 )
 
 
+SPLIT = dataclasses.replace(LINEAR, variant=dataclasses.replace(LINEAR.variant, split_delta=True))
+
+
 def parts_moved(count, sizes, order):
     """Changes a weight so that the parts of each of ``count`` heads, its last axis, are in another order."""
 
@@ -335,6 +338,12 @@ def parts_apart(count, sizes):
         return np.concatenate([part.reshape(*weight.shape[:2], -1) for part in parts], axis=-1).reshape(weight.shape)
 
     return move
+
+
+def groups_first(weight):
+    """A weight whose value heads, three to each of two key heads, are in the order of the other axis."""
+    axis = next(axis for axis in range(weight.ndim) if weight.shape[axis : axis + 2] == (2, 3))
+    return weight.swapaxes(axis, axis + 1).reshape(weight.shape)
 
 
 def of_experts(**changed):
@@ -383,6 +392,14 @@ MISREAD = {
         {"linear_qkvz": parts_apart(2, QKVZ), "linear_gates": parts_apart(2, (3, 3))},
         "linear_qkvz and linear_gates: the model has each part of all heads before the next part",
     ),
+    "split, queries": (("linear_q", "linear_k"), "linear_q and linear_k are swapped"),
+    "split, values": (("linear_v", "linear_z"), "linear_v and linear_z are swapped"),
+    "split, gates": (("linear_b", "linear_a"), "linear_b and linear_a are swapped"),
+    "split, decay": ({"linear_decay": np.exp}, "linear_decay: it is a rate; read its logarithm"),
+    "split, heads": (
+        {f"linear_{name}": groups_first for name in (*"vzbao", "conv_v", "decay", "decay_bias")},
+        "linear_: the model's value head i belongs to key head i % linear_attention.key_heads",
+    ),
     "linear, taps": (
         {f"linear_conv_{name}": lambda weight: weight[..., ::-1] for name in "qkv"},
         "linear_conv: the model has the token's own position first",
@@ -407,7 +424,7 @@ OFTEN = {"latent, values", "linear, parts"}
     "name", [pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.nightly) for name in MISREAD]
 )
 def test_what_is_wrong_with_a_latent_or_a_memory_is_named(compiled, name):
-    model = model_on("1,1,1", {"latent": FAMILIES["latent"], "linear": LINEAR}[name.partition(",")[0]])
+    model = model_on("1,1,1", {"latent": FAMILIES["latent"], "linear": LINEAR, "split": SPLIT}[name.partition(",")[0]])
     forward = jax.jit(lambda ids: model(hax.named(ids, ("batch", "position"))).array)
     config, weights = read_decoder(model)
     sound = check_reader((config, weights), forward, length=16)
@@ -415,6 +432,10 @@ def test_what_is_wrong_with_a_latent_or_a_memory_is_named(compiled, name):
     changes, likely = MISREAD[name]
     if callable(changes):
         config = changes(config)
+    elif isinstance(changes, tuple):
+        first, second = (getattr(weights.layers, weight) for weight in changes)
+        swapped = dict(zip(changes, (second, first), strict=True))
+        weights = dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, **swapped))
     else:
         layers = {
             weight: jax.device_put(change(np.asarray(getattr(weights.layers, weight))), weights.embed.sharding)

@@ -36,7 +36,7 @@ def test_every_weight_is_split_or_small() -> None:
         **dict.fromkeys(("q", "k", "v", "q_b", "kv_b", "gate", "up", "head_gate"), 2),
         **{"expert_gate": 3, "expert_up": 3, "expert_gate_up": 3, "expert_gate_up_bias": 2, "expert_down": 2},
         **{"shared_gate": 2, "shared_up": 2, "shared_down": 1},
-        **dict.fromkeys(("gated_q", "linear_qkvz", "linear_gates"), 2),
+        **dict.fromkeys(("gated_q", "linear_qkvz", "linear_gates", *(f"linear_{part}" for part in "qkvzba")), 2),
         **dict.fromkeys([f"linear_{name}" for name in ("conv_q", "conv_k", "conv_v", "decay", "decay_bias", "o")], 1),
         **dict.fromkeys(("o", "down", "q_bias", "k_bias", "v_bias", "sinks", "q_wide_norm", "k_wide_norm"), 1),
     }

@@ -77,21 +77,25 @@ class DeepseekV3Config(LlamaConfig):
 _SIZES: Final = [field.name for field in dataclasses.fields(Latent)]
 
 
-def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+def read_latent(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of attention with a latent."""
     heads = required(hf, "num_attention_heads")
     if (hf.get("num_key_value_heads") or heads) != heads:
         raise ConfigError(
             f"the checkpoint has num_key_value_heads {hf['num_key_value_heads']} and num_attention_heads {heads}; "
-            "deepseek_v3 makes a key of its latent for each head. Correct num_key_value_heads."
+            "a latent makes a key for each head. Correct num_key_value_heads."
         )
     return {
         "head_dim": None,
         "num_kv_heads": heads,
         "latent": Latent(**{name: hf[name] if name == "q_lora_rank" else required(hf, name) for name in _SIZES}),
-        "experts": glm4_moe.experts_from_hf(hf),
-        "interleaved_rope": hf["rope_interleave"],
         "rope": _rope_from_hf(hf),
     }
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    experts = glm4_moe.experts_from_hf(hf)
+    return {**read_latent(hf), "experts": experts, "interleaved_rope": hf["rope_interleave"]}
 
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:
@@ -117,15 +121,19 @@ def _rope_to_hf(yarn: YarnScaling, rope: RotaryConfig) -> dict[str, Any]:
     return stated | {"mscale": scale, "mscale_all_dim": scale}
 
 
-def _write(config: LlamaConfig) -> dict[str, Any]:
+def write_latent(config: LlamaConfig) -> dict[str, Any]:
+    """The keys of ``config.json`` that `read_latent` reads."""
     latent, yarn = config.latent or Latent(), config.rope.yarn
     return {
-        **glm4_moe.experts_to_hf(config, "deepseek_v3"),
         **dataclasses.asdict(latent),
         "head_dim": latent.qk_rope_head_dim,
-        "rope_interleave": config.variant.interleaved_rope,
         **({} if yarn is None else {"rope_scaling": _rope_to_hf(yarn, config.rope)}),
     }
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    experts = glm4_moe.experts_to_hf(config, "deepseek_v3")
+    return {**experts, **write_latent(config), "rope_interleave": config.variant.interleaved_rope}
 
 
 _ATTENTION: Final = llama.LAYER + "self_attn."
@@ -134,20 +142,21 @@ _V3: Final = preset(
     rope=RotaryConfig(yarn=YarnScaling(factor=40.0)),
 )  # fmt: skip
 
+LATENT_TENSORS: Final = {name: tensor for name, tensor in llama.TENSORS.items() if name not in ("k", "v")} | {
+    "q_a": _ATTENTION + "q_a_proj.weight",
+    "q_a_norm": _ATTENTION + "q_a_layernorm.weight",
+    "q_b": _ATTENTION + "q_b_proj.weight",
+    "kv_a": _ATTENTION + "kv_a_proj_with_mqa.weight",
+    "kv_a_norm": _ATTENTION + "kv_a_layernorm.weight",
+    "kv_b": _ATTENTION + "kv_b_proj.weight",
+}
+"""The tensors of all but experts."""
+
 FAMILY: Final = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     config=DeepseekV3Config,
-    tensors={name: tensor for name, tensor in llama.TENSORS.items() if name not in ("k", "v")}
-    | glm4_moe.BIASED_EXPERTS
-    | {
-        "q_a": _ATTENTION + "q_a_proj.weight",
-        "q_a_norm": _ATTENTION + "q_a_layernorm.weight",
-        "q_b": _ATTENTION + "q_b_proj.weight",
-        "kv_a": _ATTENTION + "kv_a_proj_with_mqa.weight",
-        "kv_a_norm": _ATTENTION + "kv_a_layernorm.weight",
-        "kv_b": _ATTENTION + "kv_b_proj.weight",
-    },
+    tensors=LATENT_TENSORS | glm4_moe.BIASED_EXPERTS,
     # Those of transformers.
     defaults={
         **dataclasses.asdict(Latent()), "rope_interleave": True, "num_key_value_heads": 128,

@@ -64,6 +64,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for keys that `config.json` lacks
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}  # fields from a `config.json`
     write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}  # keys of `config.json` from them
+    reads_images_as: str | None = None  # the `model_type` of models that have this one beside a vision tower
     activation_key: str = "hidden_act"
     epsilon_key: str = "rms_norm_eps"
     presets: Mapping[str, ModelPreset] = dataclasses.field(default_factory=dict)

@@ -67,54 +67,76 @@ class Qwen3NextConfig(qwen3.Qwen3Config):
             )
 
 
-def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+def read_linear(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of attention of Qwen3-Next and Qwen3.5."""
     usual = every_nth_full(required(hf, "num_hidden_layers"), hf["full_attention_interval"], "linear_attention")
     types = tuple(hf.get("layer_types") or usual)
     if unknown := sorted({*types} - {"linear_attention", "full_attention"}):
         raise ConfigError(
-            f"the checkpoint's config.json has layer_types {unknown}; a layer of Qwen3-Next has linear_attention or "
-            "full_attention. Correct it."
+            f"the checkpoint's config.json has layer_types {unknown}; a layer of Qwen3-Next or Qwen3.5 has "
+            "linear_attention or full_attention. Correct it."
         )
     linear = "linear_attention" in types
     return {
         "qk_norm": True,
         "layer_types": types if linear and types != usual else None,
         "linear_attention": LinearAttention(**{ours: hf[key] for ours, key in _KEYS.items()}) if linear else None,
-        "experts": read_experts(hf, shared=True),
     }
 
 
-def _write(config: LlamaConfig) -> dict[str, Any]:
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {**read_linear(hf), "experts": read_experts(hf, shared=True)}
+
+
+def write_linear(config: LlamaConfig) -> dict[str, Any]:
+    """The keys of ``config.json`` that `read_linear` reads."""
     linear = config.linear_attention or LinearAttention()
     return {
         "attention_bias": False,
         "layer_types": list(config.layer_types or ("full_attention",) * config.num_layers),
         **{key: getattr(linear, ours) for ours, key in _KEYS.items()},
+    }
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    return {
+        **write_linear(config),
         "shared_expert_intermediate_size": (config.experts or Experts()).shared_intermediate_dim,
         **write_experts(config),
     }
 
 
 LINEAR: Final = llama.LAYER + "linear_attn."
-_ATTENTION: Final = {name: tensor for name, tensor in qwen3.FAMILY.tensors.items() if name != "q"}
+GATED_TENSORS: Final = {name: tensor for name, tensor in llama.ATTENTION_TENSORS.items() if name != "q"} | {
+    "gated_q": llama.LAYER + "self_attn.q_proj.weight",
+    **{f"{name}_norm": llama.LAYER + f"self_attn.{name}_norm.weight" for name in "qk"},
+}
+"""The tensors of gated attention, and of norms and embedding."""
+STATE_TENSORS: Final = {
+    **{f"linear_conv_{name}": LINEAR + "conv1d.weight" for name in "qkv"},
+    "linear_decay": LINEAR + "A_log",
+    "linear_decay_bias": LINEAR + "dt_bias",
+    "linear_norm": LINEAR + "norm.weight",
+    "linear_o": LINEAR + "out_proj.weight",
+}
+"""The tensors of linear attention but its projection."""
+DEFAULTS: Final = {
+    "head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+"""The values of keys that a ``config.json`` lacks, as in transformers."""
 FAMILY: Final = Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     config=Qwen3NextConfig,
-    tensors=_ATTENTION
-    | {"gated_q": llama.LAYER + "self_attn.q_proj.weight"}
+    tensors=GATED_TENSORS
+    | {name: llama.LAYER + f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
     | {"linear_qkvz": LINEAR + "in_proj_qkvz.weight", "linear_gates": LINEAR + "in_proj_ba.weight"}
-    | {f"linear_conv_{name}": LINEAR + "conv1d.weight" for name in "qkv"}
-    | {"linear_decay": LINEAR + "A_log", "linear_decay_bias": LINEAR + "dt_bias"}
-    | {"linear_norm": LINEAR + "norm.weight", "linear_o": LINEAR + "out_proj.weight"}
+    | STATE_TENSORS
     | EXPERT_TENSORS
     | SHARED_TENSORS,
-    # Those of transformers.
-    defaults={
-        "head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, **EXPERT_DEFAULTS, "norm_topk_prob": True,
-    },
+    defaults={**DEFAULTS, **EXPERT_DEFAULTS, "norm_topk_prob": True},
     read=_read,
     write=_write,
     # The config.json of the checkpoint.

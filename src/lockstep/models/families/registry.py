@@ -25,11 +25,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
 }
 """The families by their entry of ``architectures`` in ``config.json``."""
 
-_DELTA: Final = "linear attention (gated delta net), whose layers keep a state in place of K and V, and gated attention"
 NOT_COMPUTED: Final[Mapping[str, str]] = {
-    "DeepseekV2ForCausalLM": "experts that a softmax chooses by groups",
     "DeepseekV32ForCausalLM": "attention to positions that an indexer chooses",
-    **{f"Qwen3_5{size}For{head}": _DELTA for size in ("", "Moe") for head in ("CausalLM", "ConditionalGeneration")},
+    "Olmo3ForCausalLM": "a factor of attention scores (YaRN) that layers with a window do not have",
 }
 """The parts of well-known architectures that lockstep does not compute."""
 
@@ -53,7 +51,37 @@ def vocab_size_from_hf(hf: Mapping[str, Any]) -> int:
         ConfigError: It does not say it, or says no number.
     """
     with refused("vocab_size of the checkpoint's config.json", "Download the checkpoint again."):
-        return int(required(hf, "vocab_size"))
+        return int(required(text_part(hf), "vocab_size"))
+
+
+_OF_WEIGHTS: Final = (
+    *("quantization_config", "compression_config", "transformers_weights", "dtype", "torch_dtype"),
+    "tie_word_embeddings",
+)
+"""Keys of a ``config.json`` that are of the whole model, also where the rest is in ``text_config``."""
+
+
+def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The ``config.json`` of the language model in one that reads images too (``text_config``); others as they are.
+
+    Raises:
+        ConfigError: There is no ``text_config``, or the two contradict each other.
+    """
+    names, kind = hf.get("architectures") or [], hf.get("model_type")
+    for family in FAMILIES.values():
+        whole = family.architecture.replace("ForCausalLM", "ForConditionalGeneration")
+        if family.reads_images_as is None or names not in ([whole], [family.architecture]):
+            continue
+        if kind == family.reads_images_as or (kind is None and names == [whole]):
+            text, key = required(hf, "text_config"), "tie_word_embeddings"
+            if key in hf and text.get(key, hf[key]) != hf[key]:
+                raise ConfigError(
+                    f"the checkpoint's config.json has {key} {hf[key]!r}, and {text[key]!r} in text_config, which "
+                    "contradict each other. Keep the one that its tensors have."
+                )
+            of_weights = {key: hf[key] for key in _OF_WEIGHTS if key in hf}
+            return {**of_weights, **text, "architectures": [family.architecture]}
+    return hf
 
 
 def family_of_hf(hf: Mapping[str, Any]) -> Family:
@@ -62,6 +90,7 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
     Raises:
         ConfigError: It is of no family that lockstep computes, or its weights are quantised.
     """
+    hf = text_part(hf)
     _check_weights(hf)
     names, kind = hf.get("architectures") or [], hf.get("model_type")
     own = next((family for family in FAMILIES.values() if family.model_type == kind), None)
@@ -146,7 +175,7 @@ def config_from_hf(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> 
         for key in ("num_hidden_layers", "num_experts", "num_local_experts"):
             if isinstance(count := hf.get(key), int) and count > LAYERS:  # before a list has an entry for each
                 raise ConfigError(f"config.json has {key} {count}; at most {LAYERS} are possible. Correct it.")
-        return family_of_hf(hf).config_from_hf(hf, max_seq_len)
+        return family_of_hf(hf).config_from_hf(text_part(hf), max_seq_len)
 
 
 def config_to_hf(config: LlamaConfig, vocab_size: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ log = get_logger(__name__)
 # Buffers that older versions of transformers stored; they follow from the configuration.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
 _PREDICTS = "eh_proj.weight"  # a layer of multi-token prediction has it (DeepSeek V3, GLM-4.5)
+_SEES = "model.visual."  # the vision tower of Qwen3.5
 # What fp8, compressed-tensors, GPTQ, AWQ, bitsandbytes, quanto and ModelOpt store beside weights, or in their place.
 _OF_QUANTISED = re.compile(
     r".*\.(qweight|qzeros|g_idx|scales|SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|[kv]_scale"
@@ -51,7 +52,10 @@ def check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied
     predicting += ("mtp.",) if any(name.startswith("mtp.") for name in unread) else ()  # Qwen3-Next
     if predicting:
         log.warning("not read of %s: layers of multi-token prediction, %s", files.directory, ", ".join(predicting))
-    unexpected = sorted(name for name in unread if not (_DERIVED.fullmatch(name) or name.startswith(predicting)))
+    if seeing := tuple({_SEES for name in unread if name.startswith(_SEES)}):
+        log.warning("not read of %s: the vision tower, %s; prompts are text", files.directory, _SEES)
+    left_out = predicting + seeing
+    unexpected = sorted(name for name in unread if not (_DERIVED.fullmatch(name) or name.startswith(left_out)))
     problems = [
         f"tensor {name} of shape {shapes[name]} is missing{_nearest(name, unexpected)}"
         for name, place in places.items()

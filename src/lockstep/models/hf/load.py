@@ -22,7 +22,13 @@ from lockstep.hosts import Hosts, Ledger, MemoryClient, Phase, Watchdog, current
 from lockstep.json_text import parse_json
 from lockstep.limits import read_small
 from lockstep.models.config import LlamaConfig
-from lockstep.models.families.registry import config_from_hf, family_of, family_of_hf, vocab_size_from_hf
+from lockstep.models.families.registry import (
+    config_from_hf,
+    family_of,
+    family_of_hf,
+    text_part,
+    vocab_size_from_hf,
+)
 from lockstep.models.hf.files import (
     CONFIG_NAME,
     CheckpointFiles,
@@ -101,7 +107,7 @@ _INTERVAL_S = 1.0
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the parsed ``config.json`` of a checkpoint.
+    """Return the parsed ``config.json`` of a checkpoint; of a model that reads images too, that of its language model.
 
     Raises:
         ConfigError: The file is missing or is not JSON.
@@ -114,7 +120,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _parsed_config(text: bytes | None, path: str | os.PathLike[str]) -> dict[str, Any]:
     if text is None:
         raise ConfigError(f"{path} has no config.json. Give the directory of a Hugging Face checkpoint.")
-    return parse_json(text, f"{path}/config.json", dict, "Download the checkpoint again.")
+    return dict(text_part(parse_json(text, f"{path}/config.json", dict, "Download the checkpoint again.")))
 
 
 def read_vocab_size(path: str | os.PathLike[str]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The tensors of the embedding and of the output layer."""
 _BASE = "model."
+_OF_TEXT = "model.language_model."
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
 _HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 _WHOLE = ("down_proj", "w2")
@@ -41,15 +42,18 @@ class StoredName:
 def stored_names(name: str, *, tied: bool = False) -> Iterator[StoredName]:
     """Yield the names under which a tensor may be stored, the usual one first.
 
-    Without the prefix of the base model or with one more; Mixtral's experts in ``mlp``; the experts of a layer in
-    ``gate_up_proj`` and ``down_proj``. Source: ``transformers/conversion_mapping.py`` and ``core_model_loading.py``.
+    Without the prefix of the base model, with one more, or with that of a language model beside a vision tower;
+    Mixtral's experts in ``mlp``; the experts of a layer in ``gate_up_proj`` and ``down_proj``. Source:
+    ``transformers/conversion_mapping.py`` and ``core_model_loading.py``.
 
     Args:
         tied: Whether the output layer is the embedding, so that either has both.
     """
     for usual in (name, HEAD) if tied and name == EMBED else (name,):
         for module in dict.fromkeys((usual, usual.replace(".block_sparse_moe.", ".mlp."))):
-            for place in dict.fromkeys((module, module.removeprefix(_BASE), _BASE + module)):
+            bare = module.removeprefix(_BASE)
+            of_text = module if module == bare else _OF_TEXT + bare
+            for place in dict.fromkeys((module, bare, _BASE + module, of_text)):
                 yield StoredName(place)
                 if match := _EXPERT.fullmatch(place):
                     experts, expert, part = match["experts"], int(match["expert"]), match["part"]

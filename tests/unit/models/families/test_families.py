@@ -22,9 +22,10 @@ from tests.numpy_forward import Tensors, forward, logits_of, read_tensors
 from tests.unit.engine.models import mesh_of
 
 GOLDEN = Path(__file__).parents[3] / "golden"
-LATENT = ["deepseek_v3", "deepseek_v3_lite"]
-EXPERTS = [*LATENT, "glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next"]
-FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "phi3"]
+BIASED = ["deepseek_v3", "deepseek_v3_lite", "glm4_moe"]
+QWEN = ["qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"]
+EXPERTS = [*BIASED, *QWEN, "deepseek_v2", "deepseek_v2_lite", "gpt_oss", "mixtral"]
+FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "phi3", "qwen3_5"]
 LLAMAS = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
 DEFAULT = LoraConfig(r=2, alpha=3.0)
 
@@ -146,6 +147,7 @@ def test_adapters_are_trained_and_saved_merged(family: str, lora: LoraConfig, tm
     [
         pytest.param("phi3", ("all-linear",), marks=pytest.mark.slow),
         pytest.param("phi3", ("k_proj", "up_proj"), marks=pytest.mark.slow),
+        pytest.param("qwen3_5", ("in_proj_qkv", "in_proj_z", "out_proj"), marks=pytest.mark.slow),
         ("mixtral", ("q_proj", *MLPS.target_modules)),  # an adapter of each expert
         ("gpt_oss", ("q_proj", *GATE_UP.target_modules)),  # of parameters that have all experts
         pytest.param("gpt_oss", ("down_proj",), marks=pytest.mark.slow),

@@ -32,6 +32,7 @@ from lockstep.models import (
     skeleton,
 )
 from lockstep.models.families.cohere2 import Cohere2Config, Cohere2Variant
+from lockstep.models.families.deepseek_v2 import DeepseekV2Config
 from lockstep.models.families.deepseek_v3 import DeepseekV3Config
 from lockstep.models.families.gemma2 import Gemma2Config, Gemma2Variant
 from lockstep.models.families.gemma3 import Gemma3Config, Gemma3Variant
@@ -39,6 +40,8 @@ from lockstep.models.families.glm4 import Glm4Config
 from lockstep.models.families.glm4_moe import Glm4MoeConfig
 from lockstep.models.families.olmo2 import Olmo2Config
 from lockstep.models.families.phi3 import Phi3Config
+from lockstep.models.families.qwen3_5 import Qwen35Config, Qwen35Variant
+from lockstep.models.families.qwen3_5_moe import Qwen35MoeConfig
 from lockstep.models.families.qwen3_next import Qwen3NextConfig, Qwen3NextVariant
 from lockstep.models.families.registry import FAMILIES as REGISTERED
 from lockstep.models.latent import Latent
@@ -60,6 +63,12 @@ ODD: dict[str, Any] = {
     "num_heads": 6,
     "num_kv_heads": 2,
 }
+DELTA: dict[str, Any] = {
+    **{**ODD, "hidden_dim": 48, "num_layers": 4},
+    "head_dim": 12,
+    "layer_norm_epsilon": 1e-3,
+    "rope": RotaryConfig(theta=300.0, partial_rotary_factor=0.5),
+}
 BANDS = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 LATENT = Latent(q_lora_rank=22, kv_lora_rank=14, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=9)
 DEEPSEEK: dict[str, Any] = {
@@ -78,6 +87,14 @@ DEEPSEEK: dict[str, Any] = {
         load_balancing_coef=0.0,
     ),
 }
+OF_SOFTMAX: dict[str, Any] = {"scoring": "softmax", "norm_topk_prob": False}
+GREEDY = dataclasses.replace(DEEPSEEK["experts"], **OF_SOFTMAX, groups=1, groups_per_tok=1, routed_scaling_factor=1.0)
+SLOWED = RotaryConfig(
+    theta=200.0,
+    yarn=YarnScaling(
+        factor=4.0, original_max_position_embeddings=16, attention_factor=0.1 * 0.707 * math.log(4.0) + 1.0
+    ),
+)
 FAMILIES = {
     "llama3": LlamaConfig(**SIZES, layer_norm_epsilon=1e-5, rope=RotaryConfig(scaling=BANDS)),
     "llama_tied": LlamaConfig(**{**SIZES, "num_layers": 3}, layer_norm_epsilon=1e-6, tie_word_embeddings=True),
@@ -125,6 +142,16 @@ FAMILIES = {
             load_balancing_coef=0.0,
         ),
     ),
+    "deepseek_v2": DeepseekV2Config(
+        **{**DEEPSEEK, "experts": dataclasses.replace(DEEPSEEK["experts"], **OF_SOFTMAX, routed_scaling_factor=1.7)},
+        latent=LATENT,
+        rope=SLOWED,
+    ),
+    "deepseek_v2_lite": DeepseekV2Config(
+        **{**DEEPSEEK, "experts": GREEDY, "layer_norm_epsilon": 1e-2},
+        latent=dataclasses.replace(LATENT, q_lora_rank=None),
+        rope=RotaryConfig(theta=200.0),
+    ),
     "deepseek_v3": DeepseekV3Config(
         **DEEPSEEK,
         latent=LATENT,
@@ -135,12 +162,7 @@ FAMILIES = {
     "deepseek_v3_lite": DeepseekV3Config(
         **{**DEEPSEEK, "layer_norm_epsilon": 1e-2},
         latent=dataclasses.replace(LATENT, q_lora_rank=None),
-        rope=RotaryConfig(
-            theta=200.0,
-            yarn=YarnScaling(
-                factor=4.0, original_max_position_embeddings=16, attention_factor=0.1 * 0.707 * math.log(4.0) + 1.0
-            ),
-        ),
+        rope=SLOWED,
         variant=Variant(),
     ),
     "cohere2": Cohere2Config(
@@ -174,11 +196,22 @@ FAMILIES = {
             mlp_only_layers=(0, 2, 4, 6, 7),
         ),
     ),
+    "qwen3_5": Qwen35Config(
+        **DELTA,
+        variant=Qwen35Variant(
+            layer_types=("linear_attention", "full_attention", "linear_attention", "linear_attention")
+        ),
+        linear_attention=LinearAttention(key_heads=2, value_heads=6, key_head_dim=6, value_head_dim=10, conv_width=3),
+    ),
+    "qwen3_5_moe": Qwen35MoeConfig(
+        **DELTA,
+        linear_attention=LinearAttention(key_heads=2, value_heads=4, key_head_dim=6, value_head_dim=10, conv_width=3),
+        experts=Experts(
+            num_experts=5, num_experts_per_tok=3, intermediate_dim=22, shared_intermediate_dim=34, shared_router=True
+        ),
+    ),
     "qwen3_next": Qwen3NextConfig(
-        **{**ODD, "hidden_dim": 48, "num_layers": 4},
-        head_dim=12,
-        layer_norm_epsilon=1e-3,
-        rope=RotaryConfig(theta=300.0, partial_rotary_factor=0.5),
+        **DELTA,
         variant=Qwen3NextVariant(
             layer_types=("linear_attention", "full_attention", "linear_attention", "linear_attention")
         ),
@@ -196,7 +229,12 @@ FAMILIES = {
 
 
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SEES: dict[str, Any] = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
 MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+
+
+OF_LATER = {"num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim"}
+"""What only one of transformers 5.12 and 5.24 writes of deepseek_v2."""
 
 
 def hf(family: str, **changes: Any) -> dict[str, Any]:
@@ -237,10 +275,46 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "glm4_moe": {"num_nextn_predict_layers"},  # none
         # The same as layer_types, in rope_parameters, and as num_experts.
         "qwen3_next": {"full_attention_interval", "partial_rotary_factor", "num_local_experts"},
+        "qwen3_5": {"full_attention_interval", "partial_rotary_factor", "rope_parameters"},  # mrope_section: of images
+        "qwen3_5_moe": {"full_attention_interval", "partial_rotary_factor"},
         # Defaults of transformers are written too; it has no use for the last.
+        "deepseek_v2": {"rope_parameters", "rope_scaling", *OF_LATER},
+        "deepseek_v2_lite": {"n_group", "topk_group", *OF_LATER},
         **dict.fromkeys(("deepseek_v3", "deepseek_v3_lite"), {"rope_parameters", "pretraining_tp", "rope_scaling"}),
     }.get(family, set())
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= skip
+
+
+def seeing(family: str, **whole: Any) -> dict[str, Any]:
+    """The ``config.json`` of a model with a vision tower whose language model is a family's."""
+    text = hf(family)
+    name, kind = text.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration"), text["model_type"]
+    return {"architectures": [name], "model_type": kind.removesuffix("_text"), "text_config": text, **whole}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_language_model_of_one_that_reads_images_is_read(family: str) -> None:
+    whole = seeing(family)
+    assert config_from_hf(whole) == config_from_hf({**whole, "model_type": None}) == FAMILIES[family]
+    assert config_from_hf({**whole, "architectures": hf(family)["architectures"]}) == FAMILIES[family]
+    del whole["text_config"]["tie_word_embeddings"]  # transformers ties by the one that is there
+    assert config_from_hf({**whole, "tie_word_embeddings": True}).tie_word_embeddings
+    with pytest.raises(ConfigError, match="architectures \\['Other'\\]"):
+        config_from_hf({**whole, "architectures": ["Other"]})
+
+
+def test_what_qwen_3_5_lacks_is_as_in_transformers() -> None:
+    kept = {key: value for key, value in hf("qwen3_5_moe").items() if not key.startswith(("linear_", "layer", "head_"))}
+    config = config_from_hf({**kept, "rope_parameters": None, "num_attention_heads": 4, "norm_topk_prob": False})
+    theirs = transformers.AutoConfig.for_model("qwen3_5_moe_text")
+    assert config.rope == RotaryConfig(partial_rotary_factor=theirs.rope_parameters["partial_rotary_factor"])
+    linear = config.linear_attention
+    assert linear is not None and config.head_dim == theirs.head_dim
+    assert (linear.key_heads, linear.value_heads) == (theirs.linear_num_key_heads, theirs.linear_num_value_heads)
+    assert config.layer_types == ("linear_attention",) * 3 + ("full_attention",)
+    assert config.experts is not None and config.experts.norm_topk_prob  # transformers has no such key
+    with pytest.raises(ConfigError, match=r"layer_types \['sliding_attention'\]; a layer of Qwen3-Next or Qwen3.5"):
+        config_from_hf(hf("qwen3_5", layer_types=["sliding_attention"] * 4))
 
 
 def test_old_and_new_spelling_of_the_rotary_settings_are_the_same() -> None:
@@ -464,6 +538,71 @@ PUBLISHED = {
         "shared_expert_intermediate_size": 512,
         "tie_word_embeddings": False,
     },
+    "Qwen/Qwen3.5-27B": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": "qwen3_5",
+        "text_config": {
+            "attention_bias": False,
+            "attn_output_gate": True,
+            "dtype": "bfloat16",
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_5_text",
+            "mtp_num_hidden_layers": 1,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10000000,
+                "rope_type": "default",
+            },
+            "vocab_size": 248320,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
+    },
+    "Qwen/Qwen3.5-35B-A3B": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "head_dim": 256,
+            "hidden_size": 2048,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_5_moe_text",
+            "moe_intermediate_size": 512,
+            "num_attention_heads": 16,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+            "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False,
+            "vocab_size": 248320,
+        },
+    },
     "deepseek-ai/DeepSeek-V3": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -525,7 +664,9 @@ PUBLISHED = {
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("c4ai-command-r7b-12-2024", 8.0), ("c4ai-command-a-03-2025", 111.1), ("GLM-4-9B-0414", 9.4), ("GLM-4.5", 352.8),
-     ("GLM-4.5-Air", 106.9), ("Qwen3-Next-80B-A3B-Instruct", 79.7), ("DeepSeek-V3", 671.03)],
+     ("GLM-4.5-Air", 106.9), ("Qwen3.5-27B", 26.9), ("Qwen3.5-35B-A3B", 34.66), ("Qwen3.5-397B-A17B", 396.3),
+     ("Qwen3-Next-80B-A3B-Instruct", 79.7), ("DeepSeek-V3", 671.03), ("DeepSeek-V2", 235.74),
+     ("DeepSeek-V2-Lite", 15.71)],
 )  # fmt: skip
 def test_a_preset_has_the_parameters_of_its_checkpoint(name: str, billions: float) -> None:
     preset = find_preset(name)
@@ -592,11 +733,21 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, r"\['LlamaForSequenceClassification'\]"),
         ({"architectures": ["MistralForCausalLM"]}, r"\['MistralForCausalLM'\] and model_type 'llama', .*contradict"),
         ({"transformers_weights": "other.safetensors"}, r"transformers_weights 'other\.safetensors', the file"),
-        ({"architectures": ["DeepseekV2ForCausalLM"]}, r"DeepseekV2ForCausalLM.*needs experts that a softmax chooses"),
+        ({"architectures": ["Olmo3ForCausalLM"]}, r"Olmo3.*needs a factor of attention scores \(YaRN\) that layers"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, r"DeepseekV32.*needs attention to positions that an indexer"),
+        ({**SEES, "model_type": "llama"}, r"\['Qwen3_5ForConditionalGeneration'\] \(model_type 'llama'\)"),
+        (SEES, r"has no text_config; lockstep needs it"),
         (
-            {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
-            r"Qwen3_5Moe.*needs linear attention \(gated delta",
+            {**SEES, "text_config": {"model_type": "qwen3_5_moe_text"}},
+            r"\['Qwen3_5ForCausalLM'\] and model_type 'qwen3_5_moe_text', which contradict",
+        ),
+        (
+            {**SEES, "tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}},
+            r"has tie_word_embeddings True, and False in text_config, which contradict",
+        ),
+        (
+            {**SEES, "quantization_config": {"quant_method": "awq"}, "text_config": {}},
+            r"quantization_config \(quant_method 'awq'\)",
         ),
         ({"hidden_act": "quick_gelu"}, r"hidden_act 'quick_gelu'; lockstep computes 'silu', 'gelu', .* only"),
         ({"attention_bias": True}, r"attention_bias: true"),
@@ -626,6 +777,26 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
 def test_what_lockstep_does_not_compute_is_refused_by_name(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         config_from_hf(hf("llama3", **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"topk_method": "noaux_tc"}, r"topk_method 'noaux_tc' and scoring_func 'softmax'; .*'group_limited_greedy'"),
+        ({"scoring_func": "sigmoid"}, r"topk_method 'group_limited_greedy' and scoring_func 'sigmoid'"),
+        ({"norm_topk_prob": True}, r"norm_topk_prob: true; transformers' deepseek_v2 does not divide"),
+        ({"n_group": None}, r"has n_group: null; lockstep needs it"),
+        ({"n_shared_experts": None}, r"has n_shared_experts: null; lockstep needs it"),
+        ({"num_key_value_heads": 2}, r"num_key_value_heads 2 and num_attention_heads 6; a latent makes a key"),
+        ({"rope_parameters": YARN}, r"mscale None and mscale_all_dim None; .*where the two are equal and not 0"),
+        ({"attention_bias": True}, r"attention_bias: true"),
+    ],
+)
+def test_what_is_not_deepseek_v2_is_refused_by_name(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        config_from_hf(hf("deepseek_v2", **change))
+    kept = hf("deepseek_v2_lite", num_key_value_heads=None, n_group=None, topk_group=None)
+    assert config_from_hf(kept) == FAMILIES["deepseek_v2_lite"]  # a greedy choice has no groups
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])

@@ -26,11 +26,12 @@ from tests.golden.variants import POSITIONS, VARIANTS
 from tests.multiprocess.harness import run_threads
 
 GOLDEN = Path(__file__).parents[3] / "golden"
-FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "glm4", "cohere2"]
+FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_5", "gemma2", "gemma3", "olmo2", "phi3", "glm4"]
+FAMILIES += ["cohere2"]
 FAST = ["llama3", "llama_tied", "qwen2", "gemma3", "phi3"]
 EXPERTS = [
-    *("deepseek_v3", "deepseek_v3_lite", "glm4_moe"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next"),
+    *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v3_lite", "glm4_moe"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"),
 ]
 
 
@@ -74,7 +75,7 @@ def test_logits_agree_with_transformers(family: str, shape: str, record_property
     assert difference < 1e-4
 
 
-QUICK = ("yarn_original_beside", "tied_with_own_head", "qwen3_moe_fused")
+QUICK = ("yarn_original_beside", "tied_with_own_head", "qwen3_moe_fused", "qwen3_5_seeing")
 SLOW = (
     "yarn_mscale",
     "gemma3_old_spelling",
@@ -232,6 +233,9 @@ def test_layers_of_multi_token_prediction_are_not_read_which_is_said(tmp_path, c
     change_tensors(directory, lambda tensors: (tensors.pop("model.layers.3.enorm.weight"), tensors.update(QWEN_MTP)))
     load_hf(str(directory), mesh_of("1,1,1", 1))
     assert "layers of multi-token prediction, mtp." in caplog.text
+    change_tensors(directory, lambda tensors: tensors.update({"model.visual.norm.weight": np.ones(4, np.float32)}))
+    load_hf(str(directory), mesh_of("1,1,1", 1))
+    assert f"not read of {directory}: the vision tower, model.visual.; prompts are text" in caplog.text
 
 
 def test_a_config_of_another_model_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

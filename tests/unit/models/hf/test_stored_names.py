@@ -4,24 +4,21 @@ import pytest
 
 from lockstep.models.hf.stored_names import EMBED, HEAD, StoredName, stored_names
 
+PREFIXES = ("model.", "", "model.model.", "model.language_model.")
 EXPERT = "model.layers.1.mlp.experts.3.{}.weight"
 
 
 @pytest.mark.parametrize(
     ("name", "tied", "stored"),
     [
-        ("model.norm.weight", True, ["model.norm.weight", "norm.weight", "model.model.norm.weight"]),
+        ("model.norm.weight", True, [f"{prefix}norm.weight" for prefix in PREFIXES]),
         (HEAD, False, [HEAD, f"model.{HEAD}"]),
-        (EMBED, False, [EMBED, "embed_tokens.weight", f"model.{EMBED}"]),
-        (EMBED, True, [EMBED, "embed_tokens.weight", f"model.{EMBED}", HEAD, f"model.{HEAD}"]),
+        (EMBED, False, [f"{prefix}embed_tokens.weight" for prefix in PREFIXES]),
+        (EMBED, True, [*(f"{prefix}embed_tokens.weight" for prefix in PREFIXES), HEAD, f"model.{HEAD}"]),
         (
             "model.layers.0.block_sparse_moe.gate.weight",
             False,
-            [
-                f"{prefix}layers.0.{module}.gate.weight"
-                for module in ("block_sparse_moe", "mlp")
-                for prefix in ("model.", "", "model.model.")
-            ],
+            [f"{prefix}layers.0.{module}.gate.weight" for module in ("block_sparse_moe", "mlp") for prefix in PREFIXES],
         ),
     ],
 )
@@ -36,9 +33,7 @@ def test_the_usual_name_comes_first(name: str, tied: bool, stored: list[str]) ->
 )  # fmt: skip
 def test_an_expert_may_be_a_part_of_one_tensor(part: str, stored: str, first: int) -> None:
     places = [place for place in stored_names(EXPERT.format(part)) if place.expert is not None]
-    assert {place.name for place in places} == {
-        f"{prefix}layers.1.mlp.experts.{stored}" for prefix in ("", "model.", "model.model.")
-    }
+    assert {place.name for place in places} == {f"{prefix}layers.1.mlp.experts.{stored}" for prefix in PREFIXES}
     assert places[0].rows((5, 20, 7)) == (first, (10 if stored == "gate_up_proj" else 20, 7))
     assert places[0].fits((4, 20, 7)) and not any(places[0].fits(shape) for shape in ((3, 20, 7), (4, 21, 7), (80, 7)))
 

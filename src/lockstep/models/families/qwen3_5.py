@@ -1,0 +1,70 @@
+"""Qwen3.5, its language model: Qwen3-Next's attention, whose projections are stored part by part, and an MLP."""
+
+import dataclasses
+from typing import Final
+
+from lockstep.models.config import ModelConfig
+from lockstep.models.delta_rule import LinearAttention
+from lockstep.models.experts import Experts
+from lockstep.models.families import llama
+from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.qwen3_next import (
+    DEFAULTS,
+    GATED_TENSORS,
+    LINEAR,
+    STATE_TENSORS,
+    Qwen3NextConfig,
+    Qwen3NextVariant,
+    read_linear,
+    write_linear,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen35Variant(Qwen3NextVariant):
+    """The switches of Qwen3.5."""
+
+    split_delta: bool = True
+
+
+@ModelConfig.register_subclass("qwen3_5")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen35Config(Qwen3NextConfig):
+    """Qwen3.5 (https://huggingface.co/Qwen/Qwen3.5-27B), its language model: linear attention in most layers."""
+
+    variant: Qwen35Variant = dataclasses.field(default_factory=Qwen35Variant)
+    experts: Experts | None = None
+
+
+TENSORS: Final = (
+    GATED_TENSORS
+    | {f"linear_{name}": LINEAR + "in_proj_qkv.weight" for name in "qkv"}
+    | {f"linear_{name}": LINEAR + f"in_proj_{name}.weight" for name in "zba"}
+    | STATE_TENSORS
+)
+"""The tensors of all but MLP and experts."""
+
+
+def _preset(hidden: int, mlp: int, layers: int, heads: int, *, value_heads: int) -> ModelPreset:
+    config = Qwen35Config(
+        max_seq_len=262144, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
+        num_kv_heads=4, linear_attention=LinearAttention(value_heads=value_heads),
+    )  # fmt: skip
+    return ModelPreset(config=config, vocab_size=248320)
+
+
+FAMILY: Final = Family(
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    reads_images_as="qwen3_5",
+    config=Qwen35Config,
+    tensors=TENSORS | {name: llama.LAYER + f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+    defaults={**DEFAULTS, "num_key_value_heads": 4},
+    read=lambda hf: {**read_linear(hf), "experts": None},
+    write=write_linear,
+    # The config.json of each checkpoint.
+    presets={
+        "qwen3.5-9b": _preset(4096, 12288, 32, 16, value_heads=32),
+        "qwen3.5-27b": _preset(5120, 17408, 64, 24, value_heads=48),
+    },
+)
