@@ -1,4 +1,6 @@
 import contextlib
+import datetime
+import decimal
 import json
 import re
 from pathlib import Path
@@ -55,6 +57,7 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
     [
         ({"prompt": CHAT["messages"], "answer": 7}, CHAT["messages"], "user: What is 3 plus 4?", "7"),
         ({"prompt": "p", "answer": 0.5}, None, "p", "0.5"),
+        ({"prompt": "p", "answer": 7.0}, None, "p", "7"),
         (
             {"messages": [{"role": "user", "content": PARTS}]},
             [{"role": "user", "content": "What is\n3 plus 4?"}],
@@ -99,6 +102,47 @@ def test_prompts_of_a_table(tmp_path, kind, mark):
         read_prompts(str(path))
 
 
+def test_columns_of_one_name_are_refused_and_a_file_without_rows_holds_no_prompts(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "a.csv").write_text("prompt,prompt\none,two\n", encoding="utf-8")
+    texts = pyarrow.array(["one"])
+    parquet.write_table(pyarrow.Table.from_arrays([texts, texts], ["prompt", "prompt"]), tmp_path / "a.parquet")
+    for kind, text in (("csv", r"a\.csv:1 has the name 'prompt' twice"), ("parquet", r"has two columns 'prompt'")):
+        with pytest.raises(PromptError, match=text):
+            read_prompts(str(tmp_path / f"a.{kind}"))
+    parquet.write_table(pyarrow.table({"prompt": texts[:0]}), tmp_path / "none.parquet")
+    with pytest.raises(PromptError, match=r"none\.parquet holds no prompts"):
+        read_prompts(str(tmp_path / "none.parquet"))
+
+
+def test_values_of_a_table_are_such_as_rows_of_samples_can_have(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    moment, day = datetime.datetime(2026, 11, 29, 8, 30), datetime.date(2026, 11, 29)
+    columns = {"prompt": ["a"], "answer": [decimal.Decimal("19")], "at": [[{"time": moment}]], "day": [day]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    (prompt,) = read_prompts(str(tmp_path / "a.parquet"))
+    assert prompt.answer == "19"
+    assert json.loads(json.dumps(prompt.fields)) == {"at": [{"time": "2026-11-29 08:30:00"}], "day": "2026-11-29"}
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "image": [{"bytes": b"\xff"}]}), tmp_path / "a.parquet")
+    with pytest.raises(PromptError, match=r"a\.parquet:1 has bytes in 'image'.* Remove the column"):
+        read_prompts(str(tmp_path / "a.parquet"))
+
+
+def test_the_template_describes_the_tools_of_a_prompt(tmp_path):
+    tokenizer = load_tokenizer(DEMO_TOKENIZER)
+    tokenizer.chat_template = "{{ tools[0].name }}: {{ messages[0].content }}"
+    (tmp_path / "a.jsonl").write_text(json.dumps({**CHAT, "tools": [{"name": "add"}]}), encoding="utf-8")
+    prompts = read_prompts(str(tmp_path / "a.jsonl"))
+    assert tokenizer.decode(encode(tokenizer, prompts)[0]) == "add: What is 3 plus 4?"
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(PromptError, match="does not mention tools, which the chat has"):
+        encode(tokenizer, prompts)
+
+
 def test_a_part_that_is_no_text_is_refused_by_place():
     with pytest.raises(
         PromptError, match=r"prompts\[0\]: prompt 0 has a message with a part that is no text: .*image_url"
@@ -113,9 +157,14 @@ def test_a_part_that_is_no_text_is_refused_by_place():
         (["One", "  "], r"prompts\[1\]: prompt 1 is empty"),
         ([{"answer": "2"}], r"prompts\[0\]: has neither 'prompt' nor 'messages' \(its fields: answer\)"),
         ([{"prompt": "One", "anwser": "2"}], r"prompts\[0\]: unknown field 'anwser'; a prompt has prompt, messages, a"),
-        ([{"prompt": "One", "answer": [2]}], r"'answer' is \[2\]; it must be a text or a number. Put it in quotes"),
+        (
+            [{"prompt": "One", "answer": [2]}],
+            r"'answer' is \[2\]; it must be a text or a finite number. Put it in quotes",
+        ),
+        ([{"prompt": "One", "answer": float("nan")}], r"'answer' is nan; it must be .*write null where there is none"),
+        ([{"prompt": ["One"]}], r"'prompt' is \['One'\]; it must be a list of {role, content}"),
         ([{"prompt": 3}], r"'prompt' is 3; it must be a text"),
-        ([{"prompt": "One", **CHAT}], r"prompt 0 needs a text or chat messages, exactly one"),
+        ([{"prompt": "One", **CHAT}], r"prompt 0 needs a text or chat messages, exactly one .*name a field that"),
         ([{"messages": "hello"}], r"'messages' is 'hello'; it must be a list"),
         ([{"messages": []}], r"prompt 0 has an empty list of messages"),
         (["cut \ud83d"], r"prompt 0 has half a surrogate pair, '\\ud83d', which is no character"),
