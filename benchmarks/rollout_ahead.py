@@ -95,7 +95,8 @@ def step_seconds(hosts: Any, ahead: int) -> float:
         reward_workers=BATCH // 2,
         rollout_ahead=ahead,
     )
-    rollouts = Rollouts(fields, objective, runs.questions(), tiny.tokenizer(), config, trainer.mesh, ROW, trainer.hosts)
+    questions = dataclasses.replace(runs.questions(), row_length=ROW)
+    rollouts = Rollouts(fields, objective, questions, tiny.tokenizer(), trainer)
     times: list[float] = []
     trainer.add_hook(rollouts)
     trainer.add_hook(lambda info: times.append(time.perf_counter()))

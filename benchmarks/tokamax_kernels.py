@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.workers import write_json
 from lockstep.models import LlamaConfig
-from lockstep.models.attention import CausalAttention
+from lockstep.models.attention import CausalAttention, HeadArrays
 from lockstep.models.attention.training.splash import LARGEST_BLOCK, splash_attention
 from lockstep.models.families.registry import PRESETS
 from lockstep.placement import make_mesh
@@ -80,7 +80,7 @@ def attention_cases(model: str, length: int) -> list[Case]:
     attention = CausalAttention(scale=head**-0.5)
 
     def ours(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-        return splash_attention(q, k, v, segments, attention)
+        return splash_attention(HeadArrays(q, k, v, segments), attention)
 
     def theirs(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
         from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as library

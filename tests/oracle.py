@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from lockstep.models import LlamaLMHeadModel, llama, read_decoder
+from lockstep.models.attention import HeadArrays
 from lockstep.models.train_ops import Train
 from lockstep.models.trainable import skeleton
 from lockstep.types import Completion, FinishReason, Request, SamplingParams
@@ -301,8 +302,8 @@ def rounded_kv() -> Iterator[None]:
     def in_8_bits(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float8_e4m3fn).astype(x.dtype)
 
-    def rounded(q: jax.Array, k: jax.Array, v: jax.Array, *others: Any, **options: Any) -> jax.Array:
-        return exact(q, in_8_bits(k), in_8_bits(v), *others, **options)
+    def rounded(arrays: HeadArrays, *others: Any, **options: Any) -> jax.Array:
+        return exact(arrays._replace(k=in_8_bits(arrays.k), v=in_8_bits(arrays.v)), *others, **options)
 
     def rounded_latent(ops: Train, q: Any, latent: jax.Array, *others: Any) -> jax.Array:
         with pytest.MonkeyPatch.context() as patch:

@@ -14,9 +14,18 @@ from lockstep.models.trainable import skeleton
 from lockstep.placement import place
 from lockstep.report.trackers import NoopTracker
 from lockstep.text import Prompt, token_count
-from lockstep.training import GrpoConfig, OptimizerConfig, RolloutConfig, Trainer, TrainerConfig, parameter_shardings
+from lockstep.training import (
+    GrpoConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunRecord,
+    Trainer,
+    TrainerConfig,
+    parameter_shardings,
+)
 from lockstep.training.rl import GrpoRunFields, Questions, Rollouts
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
+from lockstep.training.rl.rollout import FrozenModels
 from tests import tiny
 from tests.adapters import with_adapters
 
@@ -55,7 +64,7 @@ def questions(count: int = 12, tokenizer: Any = None) -> Questions:
     tokenizer = tokenizer or tiny.tokenizer()
     prompts = [Prompt(id=i, text=f"What is {i} plus {3 * i}?", answer=f"#### {4 * i}") for i in range(count)]
     tokens = [tuple(tokenizer.encode(prompt.text)) for prompt in prompts]
-    return Questions(prompts=prompts, tokens=tokens, seed=0)
+    return Questions(prompts=prompts, tokens=tokens, seed=0, row_length=ROW)
 
 
 def fields(**values: Any) -> GrpoRunFields:
@@ -95,7 +104,8 @@ def make(
     config = TrainerConfig(num_train_steps=steps, train_batch_size=BATCH, mesh_shape=mesh_shape, **trainer_values)
     if optimizer is None:
         optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0).build(steps)
-    trainer = Trainer(config, optimizer, objective, hosts, tracker=tracker)
+    directory = None if config.run_id is None else Path(config.log_dir) / config.run_id
+    trainer = Trainer(config, optimizer, objective, hosts, tracker=tracker, run=RunRecord(directory=directory))
     initial = tiny.init_model(trainer, vocab, model) if model.experts is None else drawn(model, trainer.mesh)
     reference = None if objective.kl_coefficient == 0 else initial if lora else trainer.frozen_copy(initial)
     initial = initial if lora is None else with_adapters(initial, lora, new=True)
@@ -103,16 +113,10 @@ def make(
     rollouts = Rollouts(
         settings,
         objective,
-        asked or questions(tokenizer=tokenizer),
+        dataclasses.replace(asked or questions(tokenizer=tokenizer), row_length=ROW if row is None else row),
         tokenizer,
-        config,
-        trainer.mesh,
-        ROW if row is None else row,
-        trainer.hosts,
-        reference=reference,
-        teacher=teacher,
-        tracker=trainer.tracker,
-        run_dir=None if config.run_id is None else Path(config.log_dir) / config.run_id,
+        trainer,
+        frozen=FrozenModels(reference, teacher),
         engine=engine,
         model=model,
     )

@@ -144,7 +144,7 @@ requests = [
     + """
 import optax
 from lockstep.models import LlamaLMHeadModel
-from lockstep.training import CheckpointerConfig, Trainer, TrainerConfig, lm_loss, model_spec
+from lockstep.training import CheckpointerConfig, RunRecord, Trainer, TrainerConfig, lm_loss, model_spec
 import haliax as hax
 model_config, tokenizer_size = tiny.CONFIG, tiny.vocab_size()
 config = TrainerConfig(num_train_steps=1, train_batch_size=8, checkpointer=CheckpointerConfig(every=1))

@@ -121,13 +121,9 @@ def make(
     rollouts = Rollouts(
         GrpoRunFields(rollout=sampling, rewards=[FunctionReward(function="benchmarks.grpo.load:reward", name="share")]),
         objective,
-        Questions(prompts=prompts, tokens=tokens, seed=0),
+        Questions(prompts=prompts, tokens=tokens, seed=0, row_length=load.row),
         tokenizer,
-        config,
-        trainer.mesh,
-        load.row,
-        trainer.hosts,
-        tracker=trainer.tracker,
+        trainer,
         engine=sampler,
     )
     trainer.add_hook(rollouts)

@@ -106,7 +106,7 @@ def from_peer[Kind](data: str | bytes, kind: type[Kind], place: str) -> Kind:
 
 
 def typed[Kind](kind: type[Kind], value: Any, name: str = "it") -> Kind:
-    """A JSON value as an annotation says: a dataclass from its fields, a tuple from a list.
+    """A JSON value as an annotation says: a dataclass from its fields, a tuple from a list. An array stays one.
 
     Raises:
         TypeError: It is something else, or a number of more than 63 bits.
@@ -144,7 +144,7 @@ def typed[Kind](kind: type[Kind], value: Any, name: str = "it") -> Kind:
     elif annotation in (int, float) and type(value) in (int, annotation):
         if isinstance(value, float) or -(2**63) <= value < 2**63:
             return checked
-    elif annotation in (str, bool, type(None), dict, list) and type(value) is annotation:
+    elif type(value) is annotation:
         return checked
     raise TypeError(f"{name} is {value!r:.80}, which is not {getattr(kind, '__name__', kind)}")
 

@@ -1,9 +1,7 @@
 """Files that others wrote: whatever is in them, they are read, or refused by an error of ours."""
 
-import base64
 import contextlib
 import gzip
-import io
 import json
 import os
 import subprocess
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import yaml
 from hypothesis import strategies as st
 
@@ -29,7 +28,15 @@ from lockstep.placement.device.calibration import _read as read_calibration
 from lockstep.report import Tail, drop_later, find_run, make_payload, read_jsonl, render_page, write_parquet
 from lockstep.text import read_prompts
 from lockstep.training import SavedModel, model_spec
-from lockstep.training.checkpoints.checkpoint import _sealed, named_arrays, shape_texts
+from lockstep.training.checkpoints.checkpoint import (
+    CheckpointDirectory,
+    CheckpointMetadata,
+    _hooks_file,
+    _sealed,
+    named_arrays,
+    shape_texts,
+)
+from lockstep.training.checkpoints.hook_states import without_arrays
 from lockstep.training.checkpoints.saved_model import SavedAdapters
 from lockstep.training.data.chunk_builder import read_chunk
 from lockstep.training.data.records import BadRow, list_files, read_piece
@@ -37,7 +44,7 @@ from lockstep.training.data.token_cache import read_metadata
 from lockstep.training.loop.hooks import Hooks
 from lockstep.training.loop.stopping import LossSpikeConfig, LossWatch
 from lockstep.training.rl.rollout import Rollout
-from lockstep.training.rl.sampled import completions_from_json
+from lockstep.training.rl.sampled import completions_of
 from lockstep.urls import url_to_fs
 from tests.fuzz.hostile import damaged, documents, forged, fuzz, lines, watched, with_secrets
 
@@ -126,8 +133,8 @@ def test_run_directory(directory, rows, metrics, manifest, reader):
 SMALL = LlamaConfig(max_seq_len=32, hidden_dim=8, intermediate_dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
 LORA = LoraConfig(r=2, base_dtype="float32")
 WHOLE = {
-    **{"format": 2, "step": 3, "loss": 1.0, "arrays": "arrays-0", "facts": {}, "config": {"tokenizer": "../secret"}},
-    **{"hooks": {}, "hooks_called": True, "tree_digest": "0"},
+    **{"format": 3, "step": 3, "loss": 1.0, "arrays": "arrays-0", "facts": {}, "config": {"tokenizer": "../secret"}},
+    **{"hooks": {}, "hooks_called": True, "tree_digest": "0", "hook_arrays": None},
     "shapes": shape_texts(named_arrays({"model": skeleton(16, SMALL)})),
     "model": model_spec(SMALL, 16),
 }
@@ -137,11 +144,10 @@ ADAPTERS = {
     "model": model_spec(SMALL, 16, SavedAdapters(lora=LORA, base="../secret", fingerprint="0")),
 }
 SAVED = (WHOLE, ADAPTERS, {**WHOLE, "model": None})
-UNSEALED = {name: value for name, value in WHOLE.items() if name != "tree_digest"} | {"format": 1}
 SEALED = forged(*SAVED).filter(lambda value: isinstance(value, dict)).map(_sealed).map(str.encode)
 
 
-@fuzz(SEALED | documents(UNSEALED), documents({"base_path": "checkpoints"}), st.booleans())
+@fuzz(SEALED | documents(WHOLE), documents({"base_path": "checkpoints"}), st.booleans())
 def test_checkpoint(directory, metadata, marker, resumable):
     step = directory / "checkpoints" / "step-3"
     step.mkdir(parents=True)
@@ -252,16 +258,9 @@ def test_calibration(directory, text):
     read_calibration("a.json")
 
 
-def packed(**arrays):
-    data = io.BytesIO()
-    np.savez_compressed(data, **arrays)
-    return data.getvalue()
-
-
-ROLLOUT = packed(lengths=np.ones(2, np.int64), tokens=np.ones((2, 3), np.int32))
 ONES = np.ones(2, np.int64)
-SAMPLED = packed(ids=np.zeros((2, 2), np.int64), lengths=ONES, tokens=ONES, logprobs=np.ones(2), sampled=np.ones(2))
-COMPLETIONS = {"number": 1, "questions": [0], "finish_reasons": ["stop", "length"]}
+COMPLETIONS = {"ids": np.zeros((2, 2), np.int64), "lengths": ONES, "tokens": ONES}
+COMPLETIONS |= {"logprobs": np.ones(2), "sampled": np.ones(2)}
 KEPT = EarlierAnswers("auto", 100)
 KEPT.keep((0, (1, 2)), [(5, 6)])
 
@@ -272,8 +271,8 @@ class Restored:
     def load_state(self, state):
         LossWatch("skip", LossSpikeConfig()).load_state(state["loss"])
         EarlierAnswers("auto", 100).load_state(state["drafts"])
-        Rollout.from_json(state["rollout"])
-        completions_from_json(state["sampled"])
+        Rollout.from_state(state["rollout"])
+        completions_of(state["sampled"])
 
     def state(self):
         return {}
@@ -282,21 +281,28 @@ class Restored:
         return None
 
 
-STATES = {
-    "loss": {"losses": [1.0], "skipped": 0, "in_a_row": 0},
-    "drafts": KEPT.state(),
-    "rollout": {"number": 1, "columns": ""},
-    "sampled": {**COMPLETIONS, "completions": ""},
-}
+ARRAYS: dict[str, np.ndarray] = {}
+STATES = without_arrays(
+    {
+        "loss": {"losses": [1.0], "skipped": 0, "in_a_row": 0},
+        "drafts": KEPT.state(),
+        "rollout": {"number": 1, "lengths": ONES, "columns": {"tokens": np.ones((2, 3), np.int32)}},
+        "sampled": {"number": 1, "questions": [0], "finish_reasons": ["stop", "length"], "completions": COMPLETIONS},
+    },
+    ARRAYS,
+)
 
 
-@fuzz(forged(STATES), damaged(ROLLOUT), damaged(SAMPLED), documents(json.loads(KEPT.state()["kept"])))
-def test_states_of_hooks(directory, state, rollout, sampled, kept):
-    for part, name, data in (("rollout", "columns", rollout), ("sampled", "completions", sampled)):
-        if isinstance(state, dict) and isinstance(state.get(part), dict) and state[part].get(name) == "":
-            state[part][name] = base64.b64encode(data).decode()
+@fuzz(forged(STATES), damaged(safetensors.numpy.save(ARRAYS)), documents(json.loads(KEPT.state()["kept"])))
+def test_states_of_hooks(directory, state, arrays, kept):
     if isinstance(state, dict) and isinstance(state.get("drafts"), dict) and len(kept) % 2:
         state["drafts"]["kept"] = kept.decode(errors="replace")
+    checkpoints, file = CheckpointDirectory("checkpoints"), _hooks_file(arrays)
+    checkpoints.of(3).mkdir(parents=True)
+    (checkpoints.of(3) / file).write_bytes(arrays)
+    values = {name: value for name, value in WHOLE.items() if name != "format"}
+    metadata = CheckpointMetadata(**{**values, "hooks": {"a": state}, "hook_arrays": file})
+    state = checkpoints.hooks(metadata)["a"]
     hooks = Hooks()
     hooks.add(Restored(), 1)
     hooks.load_state(dict.fromkeys(hooks.state(), state))

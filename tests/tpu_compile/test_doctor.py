@@ -16,6 +16,7 @@ from lockstep.models import LlamaLMHeadModel, padded_vocab_size
 from lockstep.placement import data_shards, make_mesh, tensor_sizes
 from lockstep.training import (
     OptimizerConfig,
+    StepSettings,
     TrainStep,
     batch_structs,
     lm_loss,
@@ -67,8 +68,8 @@ def test_all_programs_of_the_self_test_compile():
         lambda key: LlamaLMHeadModel.init(vocab, shape_for(mesh), key=key), optimizer, mesh, precision
     )
     step = TrainStep(
-        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
-        microbatches=1,
+        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings,
+        settings=StepSettings(precision=precision), microbatches=1,
     )  # fmt: skip
     columns = {"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32), "loss_mask": jax.ShapeDtypeStruct((LENGTH,), bool)}
     step.lower(state, batch_structs(columns, 2 * data_shards(mesh), mesh)).compile()

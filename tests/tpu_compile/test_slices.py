@@ -19,7 +19,15 @@ from lockstep.engine.sizing.cost_model import from_other_slices
 from lockstep.models import LlamaConfig, LlamaLMHeadModel, read_decoder
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import data_shards, make_mesh, reshard_function
-from lockstep.training import OptimizerConfig, TrainStep, batch_structs, lm_loss, parse_precision, state_structs
+from lockstep.training import (
+    OptimizerConfig,
+    StepSettings,
+    TrainStep,
+    batch_structs,
+    lm_loss,
+    parse_precision,
+    state_structs,
+)
 from lockstep.types import Request, SamplingParams
 from lockstep.xla import Hlo, collectives, topology
 
@@ -55,8 +63,9 @@ def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatc
     init = functools.partial(_init, hax.Axis("vocab", 1024))
     state, shardings = state_structs(init, optimizer, mesh, precision)
     step = TrainStep(
-        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
-        microbatches=MICROBATCHES, reduce_dtype=None if dtype is None else jnp.dtype(dtype),
+        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings,
+        settings=StepSettings(precision=precision, reduce_dtype=None if dtype is None else jnp.dtype(dtype)),
+        microbatches=MICROBATCHES,
     )  # fmt: skip
     columns = {"tokens": jax.ShapeDtypeStruct((256,), np.int32), "loss_mask": jax.ShapeDtypeStruct((256,), bool)}
     hlo = Hlo(text := step.lower(state, batch_structs(columns, 4 * data_shards(mesh), mesh)).compile().as_text())
@@ -95,8 +104,8 @@ def test_stages_hand_on_one_microbatch_at_a_time_and_add_up_what_both_have_once_
     init = functools.partial(_init, hax.Axis("vocab", 1024), config=dataclasses.replace(CONFIG, num_layers=4))
     state, shardings = state_structs(init, optimizer, mesh, precision)
     step = TrainStep(
-        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
-        microbatches=2, repeats=repeats,
+        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings,
+        settings=StepSettings(precision=precision, repeats=repeats), microbatches=2,
     )  # fmt: skip
     columns = {"tokens": jax.ShapeDtypeStruct((256,), np.int32), "loss_mask": jax.ShapeDtypeStruct((256,), bool)}
     found = sent(step.lower(state, batch_structs(columns, 4 * data_shards(mesh), mesh)).compile().as_text())

@@ -15,7 +15,7 @@ from lockstep.engine.decoder.build import compiler_options
 from lockstep.hosts import Ledger
 from lockstep.placement import make_mesh
 from lockstep.placement.decode_mesh import make_decode_mesh
-from lockstep.placement.device import Program, chip_of, compile_program, on_one_chip
+from lockstep.placement.device import Compiler, Program, chip_of, compile_program, on_one_chip
 from lockstep.xla import Topology, topology
 
 
@@ -45,7 +45,7 @@ def test_the_next_generation_is_not_known_to_the_compiler(tpu7x: Topology, gener
 def compiled(tpu7x: Topology, name: str, function: Any, shapes: list[Any], options: dict[str, str]) -> Program:
     mesh = make_mesh("auto", tpu7x.devices[:1])
     structs = [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, PartitionSpec())) for each in shapes]
-    return compile_program(name, function, structs, mesh=mesh, ledger=Ledger(), compiler_options=options)
+    return compile_program(name, function, structs, mesh=mesh, ledger=Ledger(), compiler=Compiler(options=options))
 
 
 @pytest.mark.slow

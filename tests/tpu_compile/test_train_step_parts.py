@@ -9,7 +9,7 @@ pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.models.attention import CausalAttention, self_attention
+from lockstep.models.attention import CausalAttention, HeadArrays, self_attention
 from lockstep.placement import COMPUTE_AXES, make_mesh
 from lockstep.training.objectives.vocab_blocks import VocabBlocks
 from lockstep.xla import Hlo, collectives, topology
@@ -50,7 +50,8 @@ def test_attention_is_the_kernel_forward_and_backward(generation, length, head, 
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def loss(q, k, v, segments):
-        out = self_attention(q, k, v, segments, attention, backend="default", batch_axes=ROWS, head_axes="tp")
+        arrays = HeadArrays(q, k, v, segments)
+        out = self_attention(arrays, attention, backend="default", batch_axes=ROWS, head_axes="tp")
         return jnp.sum(jnp.square(out.astype(jnp.float32)))
 
     arguments = (

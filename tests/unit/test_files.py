@@ -170,8 +170,6 @@ ALLOWED = {
     "training/checkpoints/writers.py": {"ts.open": OWN},
     "training/data/token_cache.py": {"fs.open": BUCKET},
     "training/loop/profiler.py": {"jax.profiler.start_trace": CHECKED, "file.replace": CHECKED},
-    "training/rl/rollout.py": {"np.savez_compressed": MEMORY},
-    "training/rl/sampled.py": {"np.savez_compressed": MEMORY},
 }
 """Every other call that writes: why it follows no link that somebody else has made."""
 

@@ -95,6 +95,24 @@ def test_faces_only_reexport_and_no_file_is_longer_than_400_lines():
     assert len(files) > 250 and not [path for path in files if path.read_bytes().count(b"\n") > 400]
 
 
+MOST_ARGUMENTS = 8
+
+
+def number_of_arguments(function):
+    """The arguments of a function, ``self`` and ``cls`` not counted."""
+    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def test_no_function_has_more_than_eight_arguments():
+    for module, source in SOURCES.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = number_of_arguments(node)
+                assert count <= MOST_ARGUMENTS, f"{module}:{node.lineno} {node.name} has {count}: which have an owner?"
+    assert number_of_arguments(ast.parse("def f(self, a, /, b, *c, d, **e): ...").body[0]) == 3
+
+
 COVERED = {
     "testing/worker.py": "tests/multiprocess/test_pool.py",
     "batch_inference/generate.py": "tests/unit/batch_inference/test_run.py",

@@ -177,7 +177,6 @@ ALLOWED = {
     "training/checkpoints/saved_model.py": {"file.read_bytes": OWN},
     "training/data/records.py": {"fs.cat_file": "of at most `WHOLE_BYTES`"},
     "training/data/token_cache.py": {"self._fs.cat_ranges": "rows of a batch, or a cache within `RESIDENT_BYTES`"},
-    "training/rl/rollout.py": {"np.load": "a text; the sizes of its arrays are looked at first"},
 }
 """Every other call that reads all of a file: why its size is known. The launcher reads its own files, tests theirs."""
 

@@ -241,11 +241,9 @@ class SampleCallback:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned in an earlier process."""
-        state = {"tasks_left": None, "last_tasks": None, **state}  # checkpoints of earlier versions have none
         for name, value in typed(dict[str, int | bool | None], {name: state[name] for name in KEPT}).items():
             setattr(self, name, value)
-        if "drafts" in state:  # checkpoints of earlier versions have none
-            self._earlier.load_state(state["drafts"])
+        self._earlier.load_state(state["drafts"])
 
     @by_one_thread
     def check(self, model: Any) -> None:

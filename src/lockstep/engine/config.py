@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.models import Experts
-from lockstep.placement.device import FP8
+from lockstep.placement.device import FP8, platform_of
 
 Layout = dict[str, int] | str
 
@@ -61,7 +61,7 @@ class CapacityFields:
 
 
 DEFAULT_PAGE_SIZE = 16
-_TPU_PAGE_SIZE = 64
+_LARGE_PAGE_SIZE = 64
 
 _WEIGHT_DTYPES = {"auto": None, "int8": jnp.dtype(jnp.int8), "fp8": FP8}
 
@@ -130,11 +130,10 @@ class EngineConfig(CapacityFields):
         return measure() if self.memory_bytes_per_device is None else self.memory_bytes_per_device
 
     def first_page_size(self, platform: str) -> int:
-        """Tokens in a page before page tables are too large: as configured, or larger on TPU.
-
-        Attention copies page by page there, and a small copy takes as long as a large one.
+        """Tokens in a page before page tables are too large: as configured, or larger where pages are copied one by
+        one.
         """
-        size = _TPU_PAGE_SIZE if platform == "tpu" else DEFAULT_PAGE_SIZE
+        size = _LARGE_PAGE_SIZE if platform_of(platform).pages_one_by_one else DEFAULT_PAGE_SIZE
         while self.max_prefill_size is not None and size > self.max_prefill_size:
             size //= 2
         return self.page_size or size

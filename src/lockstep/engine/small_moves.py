@@ -15,7 +15,7 @@ from lockstep.engine.decode_model import signature_of
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement import LazyWeight, layer_differences, sources
-from lockstep.placement.device import Compile, Program, block_bytes, compile_program
+from lockstep.placement.device import Compile, Compiler, Program, block_bytes, compile_program
 from lockstep.printable import bytes_text
 
 SMALL_BYTES: Final = 16 * 2**20
@@ -159,7 +159,7 @@ def _make_moves(
             mesh=mesh,
             ledger=ledger,
             out_shardings=[move.before.sharding for move in moved],
-            compile_with=compile_with,
+            compiler=Compiler(compile_with=compile_with),
         )
     return SmallMoves(signature=now, weights=before[1], moved=moved, program=program)
 

@@ -294,7 +294,8 @@ class LlamaConfig(ModelConfig):
             return self.linear_layers
         if weight in ATTENTION_WEIGHTS and (linear := self.linear_layers):
             return tuple(layer for layer in range(self.num_layers) if layer not in linear)
-        return (self.experts or Experts()).layers_of(weight, range(self.num_layers))
+        layers = range(self.num_layers)
+        return layers if self.experts is None else self.experts.layers_of(weight, layers)
 
     @property
     def mlp_activations(self) -> int:

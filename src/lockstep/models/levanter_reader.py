@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-import operator
 import string
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import haliax.nn as hnn
@@ -165,7 +165,7 @@ def _read_apertus(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
     }
     scalars = {"xielu_p": "alpha_p", "xielu_n": "alpha_n", "xielu_beta": "beta", "xielu_eps": "eps"}
     for name, own in scalars.items():
-        weights[name] = layers.array(operator.attrgetter(f"mlp.act_fn.{own}"), AXES[name])
+        weights[name] = layers.array(attrgetter(f"mlp.act_fn.{own}"), AXES[name])
     return _read(model, layers, weights, Variant(activation="xielu"))
 
 
@@ -200,17 +200,18 @@ def _read(
         qk_norm=shape.qk_norm is not None,
         variant=variant,
     )
+
+    def projection(name: str) -> Callable[[Any], Any]:
+        return attrgetter(f"self_attn.{name}_proj")
+
+    def bias(name: str) -> Callable[[Any], Any]:
+        return lambda layer: _base(projection(name)(layer)).bias
+
     stacked = LayerWeights(
         **weights,
-        q=layers.weight(lambda layer: layer.self_attn.q_proj, AXES["q"], bias=True),
-        k=layers.weight(lambda layer: layer.self_attn.k_proj, AXES["k"], bias=True),
-        v=layers.weight(lambda layer: layer.self_attn.v_proj, AXES["v"], bias=True),
-        o=layers.weight(lambda layer: layer.self_attn.o_proj, AXES["o"]),
-        q_bias=layers.array(lambda layer: _base(layer.self_attn.q_proj).bias, AXES["q_bias"]),
-        k_bias=layers.array(lambda layer: _base(layer.self_attn.k_proj).bias, AXES["k_bias"]),
-        v_bias=layers.array(lambda layer: _base(layer.self_attn.v_proj).bias, AXES["v_bias"]),
-        **{f"q{norm}": layers.norm(lambda layer: layer.self_attn.q_norm, AXES[f"q{norm}"])},
-        **{f"k{norm}": layers.norm(lambda layer: layer.self_attn.k_norm, AXES[f"k{norm}"])},
+        **{name: layers.weight(projection(name), AXES[name], bias=name != "o") for name in "qkvo"},
+        **{f"{name}_bias": layers.array(bias(name), AXES[f"{name}_bias"]) for name in "qkv"},
+        **{f"{name}{norm}": layers.norm(attrgetter(f"self_attn.{name}_norm"), AXES[f"{name}{norm}"]) for name in "qk"},
     )
     outer = _Layers(model, outer=True)
     return config, DecoderWeights(
@@ -223,9 +224,7 @@ def _read(
 
 
 def _gated_mlp(layers: "_Layers", mlp: str = "mlp") -> dict[str, Any]:
-    return {
-        name: layers.weight(operator.attrgetter(f"{mlp}.{name}_proj"), AXES[name]) for name in ("gate", "up", "down")
-    }
+    return {name: layers.weight(attrgetter(f"{mlp}.{name}_proj"), AXES[name]) for name in ("gate", "up", "down")}
 
 
 def _gemma(model: Any, *, post_norm: bool) -> Variant:
@@ -293,7 +292,7 @@ class _Layers:
 
     def norms(self, **attributes: str) -> dict[str, Any]:
         """Weights of normalisations: the decoder's name of each and the attribute of a layer that it is."""
-        return {name: self.norm(operator.attrgetter(attribute)) for name, attribute in attributes.items()}
+        return {name: self.norm(attrgetter(attribute)) for name, attribute in attributes.items()}
 
     def norm(self, get: Callable[[Any], Any], axes: str = AXES["final_norm"]) -> Any:
         """The weight of a normalisation, None where there is none."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from lockstep.errors import ConfigError
 from lockstep.models import block
-from lockstep.models.attention import CausalAttention, SplitPositions, self_attention
+from lockstep.models.attention import CausalAttention, HeadArrays, SplitPositions, self_attention
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds
 from lockstep.models.experts import RouterSums
 from lockstep.models.layers import feed_forward, first_stream, last_stream, layer
@@ -24,13 +24,13 @@ from lockstep.models.llama_delta_net import DeltaNet
 from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps, stack
 from lockstep.models.low_rank import Weight
 from lockstep.models.named_block import (
-    LlamaAxes,
     document_positions,
     float32_logits,
     look_up,
     neutral,
     norm_gates,
     rotary_angles,
+    weight_axes,
 )
 from lockstep.models.remat import scan_policy
 from lockstep.models.train_ops import Train
@@ -66,39 +66,40 @@ class LlamaAttention(eqx.Module):
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections, zero biases and sinks, and unit norms."""
-        ax = LlamaAxes.of(config)
         keys = jax.random.split(key, 4)
         std, bias, wide = config.initializer_range, config.qkv_bias, config.variant.wide_qk_norm
         norm, gated, latent = config.qk_norm and not wide, config.variant.gated_attention, config.latent is not None
         low_rank = config.latent is not None and config.latent.q_lora_rank is not None
 
-        def projection(number: int, has: bool, *axes: Axis) -> NamedArray | None:
+        def projection(number: int, name: str) -> NamedArray:
             own = keys[number] if number < 4 else jax.random.fold_in(key, number)
-            return hax.random.normal(own, axes) * std if has else None
+            return hax.random.normal(own, weight_axes(config, name)) * std
 
-        heads = (ax.KVHead, ax.Group, ax.HeadSize)
+        def zeros(name: str) -> NamedArray:
+            return hax.zeros(weight_axes(config, name))
+
         return cls(
-            q=projection(0, not low_rank and not gated, ax.Embed, *heads),
-            gated_q=projection(0, gated, ax.Embed, ax.KVHead, ax.Group, ax.GatedHead),
-            k=projection(1, not latent, ax.Embed, ax.KVHead, ax.HeadSize),
-            v=projection(2, not latent, ax.Embed, ax.KVHead, ax.HeadSize),
-            q_a=projection(4, low_rank, ax.Embed, ax.QRank),
-            q_a_norm=neutral(config, ax.QLatent) if low_rank else None,
-            q_b=projection(5, low_rank, ax.QLatent, *heads),
-            kv_a=projection(6, latent, ax.Embed, ax.Latent),
-            kv_a_norm=neutral(config, ax.KvLatent) if latent else None,
-            kv_b=projection(7, latent, ax.KvLatent, ax.KVHead, ax.KeyValue),
-            o=hax.random.normal(keys[3], (ax.KVHead, ax.Group, ax.ValueSize, ax.Embed)) * std,
-            q_bias=hax.zeros((ax.KVHead, ax.Group, ax.HeadSize)) if bias else None,
-            k_bias=hax.zeros((ax.KVHead, ax.HeadSize)) if bias else None,
-            v_bias=hax.zeros((ax.KVHead, ax.HeadSize)) if bias else None,
-            o_bias=hax.zeros(ax.Embed) if config.variant.o_bias else None,
-            sinks=hax.zeros((ax.KVHead, ax.Group)) if config.variant.attention_sinks else None,
-            head_gate=hax.zeros((ax.Embed, ax.KVHead, ax.Group)) if config.variant.head_gates else None,
-            q_norm=neutral(config, ax.HeadSize) if norm else None,
-            k_norm=neutral(config, ax.HeadSize) if norm else None,
-            q_wide_norm=neutral(config, ax.KVHead, ax.Group, ax.HeadSize) if wide else None,
-            k_wide_norm=neutral(config, ax.KVHead, ax.HeadSize) if wide else None,
+            q=None if low_rank or gated else projection(0, "q"),
+            gated_q=projection(0, "gated_q") if gated else None,
+            k=None if latent else projection(1, "k"),
+            v=None if latent else projection(2, "v"),
+            q_a=projection(4, "q_a") if low_rank else None,
+            q_a_norm=neutral(config, "q_a_norm") if low_rank else None,
+            q_b=projection(5, "q_b") if low_rank else None,
+            kv_a=projection(6, "kv_a") if latent else None,
+            kv_a_norm=neutral(config, "kv_a_norm") if latent else None,
+            kv_b=projection(7, "kv_b") if latent else None,
+            o=projection(3, "o"),
+            q_bias=zeros("q_bias") if bias else None,
+            k_bias=zeros("k_bias") if bias else None,
+            v_bias=zeros("v_bias") if bias else None,
+            o_bias=zeros("o_bias") if config.variant.o_bias else None,
+            sinks=zeros("sinks") if config.variant.attention_sinks else None,
+            head_gate=zeros("head_gate") if config.variant.head_gates else None,
+            q_norm=neutral(config, "q_norm") if norm else None,
+            k_norm=neutral(config, "k_norm") if norm else None,
+            q_wide_norm=neutral(config, "q_wide_norm") if wide else None,
+            k_wide_norm=neutral(config, "k_wide_norm") if wide else None,
             config=config,
         )
 
@@ -113,30 +114,29 @@ class LlamaAttention(eqx.Module):
             q: The queries ``[*row, position, kv_head, group, head]``; ``k`` and ``v`` are without ``group``.
         """
         *rows, Position = ops.rows
-        KVHead = LlamaAxes.of(self.config).KVHead
 
-        def attend(
-            window: int | None, q: Array, k: Array, v: Array, segment_ids: Array | None, sinks: Array | None
-        ) -> Array:
+        def attend(window: int | None, arrays: HeadArrays) -> Array:
             scores = CausalAttention(
                 scale=q.shape[-1] ** -0.5, sliding_window=window, soft_cap=self.config.variant.attention_soft_cap
             )
             return self_attention(
-                *(q, k, v, segment_ids, scores, sinks),
+                arrays,
+                scores,
                 backend=self.config.attn_backend,
                 split=SplitPositions.of(Position),
                 batch_axes=physical_axis_name(rows[0]) if rows else None,
-                head_axes=physical_axis_name(KVHead),
+                head_axes=physical_axis_name("kv_head"),
             )
 
         documents = None if segment_ids is None else segment_ids.rearrange(ops.rows).array.reshape(-1, Position.size)
-        operands = *(x.reshape(-1, *x.shape[len(rows) :]) for x in (q, k, v)), documents, ops.array(self.sinks)
+        q, k, v = (x.reshape(-1, *x.shape[len(rows) :]) for x in (q, k, v))
+        arrays = HeadArrays(q, k, v, documents, ops.array(self.sinks))
         windows = [kind.window for kind in distinct(layer_kinds(self.config))[0]]
         if layer_kind is None:
-            return attend(windows[0], *operands)
+            return attend(windows[0], arrays)
         # The kernel's blocks depend on the window, so each has a branch.
         branches = [functools.partial(attend, window) for window in windows]
-        attended: Array = jax.lax.switch(layer_kind.array, branches, *operands)
+        attended: Array = jax.lax.switch(layer_kind.array, branches, arrays)
         return attended
 
 
@@ -165,10 +165,9 @@ class LlamaLayer(eqx.Module):
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections and unit norms."""
-        Embed = LlamaAxes.of(config).Embed
         attention_key, mlp_key = jax.random.split(key)
         norms = {
-            name: neutral(config, Embed) if name in config.variant.norms else None
+            name: neutral(config, name) if name in config.variant.norms else None
             for name in ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
         }
         mlp, mixed = LlamaMlp if config.experts is None else LlamaExperts, config.mixed_parts
@@ -253,9 +252,10 @@ class LlamaLMHeadModel(eqx.Module):
         Args:
             Vocab: The vocabulary axis, named "vocab".
         """
-        ax, std = LlamaAxes.of(config), config.initializer_range
+        Embed, std = Axis("embed", config.hidden_dim), config.initializer_range
         embed_key, layer_key, head_key = jax.random.split(key, 3)
-        stacked = Stacked.init(ax.Layer, LlamaLayer, gradient_checkpointing=scan_policy(config.gradient_checkpointing))
+        policy = scan_policy(config.gradient_checkpointing)
+        stacked = Stacked.init(Axis("layer", config.num_layers), LlamaLayer, gradient_checkpointing=policy)
         layers: Stacked[LlamaLayer] | MixedLayers = stacked(config, key=jax.random.split(layer_key, config.num_layers))
         if mixed := config.mixed_parts:
             parts: dict[str, Any] = {}
@@ -269,11 +269,11 @@ class LlamaLMHeadModel(eqx.Module):
         return cls(
             **norm_gates(config, embed_key, "embed_norm", config.variant.embed_norm),
             **norm_gates(config, head_key, "final_norm"),
-            embed=hax.random.normal(embed_key, (Vocab, ax.Embed)) * std,
-            embed_norm=neutral(config, ax.Embed) if config.variant.embed_norm else None,
+            embed=hax.random.normal(embed_key, (Vocab, Embed)) * std,
+            embed_norm=neutral(config, "embed_norm") if config.variant.embed_norm else None,
             layers=layers,
-            final_norm=neutral(config, ax.Embed),
-            lm_head=None if config.tie_word_embeddings else hax.random.normal(head_key, (ax.Embed, Vocab)) * std,
+            final_norm=neutral(config, "final_norm"),
+            lm_head=None if config.tie_word_embeddings else hax.random.normal(head_key, (Embed, Vocab)) * std,
             config=config,
         )
 

@@ -1,5 +1,6 @@
 """The layer of the trainable model with linear attention, on named axes."""
 
+import functools
 from typing import Self
 
 import equinox as eqx
@@ -12,7 +13,7 @@ from lockstep.models import block
 from lockstep.models.config import LlamaConfig
 from lockstep.models.delta_rule import DeltaGates, DeltaState, gated_delta
 from lockstep.models.low_rank import Weight
-from lockstep.models.named_block import LlamaAxes
+from lockstep.models.named_block import weight_axes
 from lockstep.models.train_ops import Train
 
 
@@ -33,18 +34,14 @@ class DeltaNet(eqx.Module):
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections and decays, and a unit norm."""
-        ax, std, keys = LlamaAxes.of(config), config.initializer_range, jax.random.split(key, 7)
-        heads = (ax.KeyHead, ax.ValueGroup)
+        axes, std, keys = functools.partial(weight_axes, config), config.initializer_range, jax.random.split(key, 7)
+        random = ("linear_qkvz", "linear_gates", "linear_conv_q", "linear_conv_k", "linear_conv_v")
         return cls(
-            linear_qkvz=hax.random.normal(keys[0], (ax.Embed, ax.KeyHead, ax.Qkvz)) * std,
-            linear_gates=hax.random.normal(keys[1], (ax.Embed, ax.KeyHead, ax.Gates)) * std,
-            linear_conv_q=hax.random.normal(keys[2], (ax.KeyHead, ax.Key, ax.One, ax.Width)) * std,
-            linear_conv_k=hax.random.normal(keys[3], (ax.KeyHead, ax.Key, ax.One, ax.Width)) * std,
-            linear_conv_v=hax.random.normal(keys[4], (*heads, ax.Value, ax.One, ax.Width)) * std,
-            linear_decay=hax.log(hax.random.uniform(keys[5], heads, minval=0.01, maxval=16.0)),
-            linear_decay_bias=hax.ones(heads),
-            linear_norm=hax.ones(ax.Value),
-            linear_o=hax.random.normal(keys[6], (*heads, ax.Value, ax.Embed)) * std,
+            **{name: hax.random.normal(own, axes(name)) * std for name, own in zip(random, keys[:5], strict=True)},
+            linear_decay=hax.log(hax.random.uniform(keys[5], axes("linear_decay"), minval=0.01, maxval=16.0)),
+            linear_decay_bias=hax.ones(axes("linear_decay_bias")),
+            linear_norm=hax.ones(axes("linear_norm")),
+            linear_o=hax.random.normal(keys[6], axes("linear_o")) * std,
             config=config,
         )
 

@@ -21,7 +21,7 @@ from lockstep.models.config import LlamaConfig
 from lockstep.models.expert_mlps import AdaptedMatrices, ExpertWeights, mixture
 from lockstep.models.experts import RouterSums, route
 from lockstep.models.low_rank import AdaptedWeight, Weight
-from lockstep.models.named_block import LlamaAxes
+from lockstep.models.named_block import weight_axes
 from lockstep.models.remat import scan_policy
 from lockstep.placement import PARAMETER_AXES, axes_of, gather
 from lockstep.placement.device import auto_axes
@@ -42,16 +42,18 @@ class LlamaMlp(eqx.Module):
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections."""
-        ax, std = LlamaAxes.of(config), config.initializer_range
-        keys, gated = jax.random.split(key, 3), config.variant.gated
+        keys, std, gated = jax.random.split(key, 3), config.initializer_range, config.variant.gated
+
+        def projection(number: int, name: str) -> NamedArray:
+            return hax.random.normal(keys[number], weight_axes(config, name)) * std
 
         def scalar(value: float) -> NamedArray | None:
             return None if gated else hax.named(jnp.float32(value), ())
 
         return cls(
-            gate=hax.random.normal(keys[0], (ax.Embed, ax.Mlp)) * std if gated else None,
-            up=hax.random.normal(keys[1], (ax.Embed, ax.Mlp)) * std,
-            down=hax.random.normal(keys[2], (ax.Mlp, ax.Embed)) * std,
+            gate=projection(0, "gate") if gated else None,
+            up=projection(1, "up"),
+            down=projection(2, "down"),
             # As published: softplus(p) = 0.8, 0.5 + softplus(n) = 0.8.
             xielu_p=scalar(0.2033),
             xielu_n=scalar(-1.0502),
@@ -90,31 +92,30 @@ class LlamaExperts(eqx.Module):
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections, and zero biases."""
-        ax, std, keys = LlamaAxes.of(config), config.initializer_range, jax.random.split(key, 4)
-        experts, keys_of_shared = config.experts, jax.random.split(jax.random.fold_in(key, 1), 4)
+        std, keys = config.initializer_range, jax.random.split(key, 4)
+        experts, fused = config.experts, config.variant.fused_gate
         assert experts is not None
+        keys_of_shared, shared = jax.random.split(jax.random.fold_in(key, 1), 4), experts.shared_intermediate_dim
 
-        def shared(number: int, *axes: Axis, has: bool = experts.shared_intermediate_dim is not None) -> Any:
-            return hax.random.normal(keys_of_shared[number], axes) * std if has else None
+        def projection(own: jax.Array, name: str, has: Any = True) -> Any:
+            return hax.random.normal(own, weight_axes(config, name)) * std if has else None
 
-        fused = config.variant.fused_gate
-
-        def inputs(key: jax.Array, axis: Axis, has: bool) -> NamedArray | None:
-            return hax.random.normal(key, (ax.Expert, ax.Embed, axis)) * std if has else None
+        def zeros(name: str, has: bool) -> NamedArray | None:
+            return hax.zeros(weight_axes(config, name)) if has else None
 
         return cls(
-            router=hax.random.normal(keys[0], (ax.Embed, ax.Expert)) * std,
-            router_bias=hax.zeros(ax.Expert) if fused or experts.scoring != "softmax" else None,
-            expert_gate=inputs(keys[1], ax.ExpertMlp, not fused),
-            expert_up=inputs(keys[2], ax.ExpertMlp, not fused),
-            expert_gate_up=inputs(keys[1], ax.GateUp, fused),
-            expert_gate_up_bias=hax.zeros((ax.Expert, ax.GateUp)) if fused else None,
-            expert_down=hax.random.normal(keys[3], (ax.Expert, ax.ExpertMlp, ax.Embed)) * std,
-            expert_down_bias=hax.zeros((ax.Expert, ax.Embed)) if fused else None,
-            shared_gate=shared(0, ax.Embed, ax.SharedMlp),
-            shared_up=shared(1, ax.Embed, ax.SharedMlp),
-            shared_down=shared(2, ax.SharedMlp, ax.Embed),
-            shared_router=shared(3, ax.Embed, ax.One, has=experts.shared_router),
+            router=projection(keys[0], "router"),
+            router_bias=zeros("router_bias", fused or experts.scoring != "softmax"),
+            expert_gate=projection(keys[1], "expert_gate", not fused),
+            expert_up=projection(keys[2], "expert_up", not fused),
+            expert_gate_up=projection(keys[1], "expert_gate_up", fused),
+            expert_gate_up_bias=zeros("expert_gate_up_bias", fused),
+            expert_down=projection(keys[3], "expert_down"),
+            expert_down_bias=zeros("expert_down_bias", fused),
+            shared_gate=projection(keys_of_shared[0], "shared_gate", shared),
+            shared_up=projection(keys_of_shared[1], "shared_up", shared),
+            shared_down=projection(keys_of_shared[2], "shared_down", shared),
+            shared_router=projection(keys_of_shared[3], "shared_router", experts.shared_router),
             config=config,
         )
 
@@ -129,17 +130,17 @@ class LlamaExperts(eqx.Module):
         Returns:
             The sum of what the experts answer, without the shared one, and the router's sums.
         """
-        ax, experts = LlamaAxes.of(self.config), self.config.experts
+        experts, Embed = self.config.experts, x.resolve_axis("embed")
         assert experts is not None
-        axes = (*(axis for axis in x.axes if axis != ax.Embed), ax.Embed)
+        axes = (*(axis for axis in x.axes if axis != Embed), Embed)
         tokens = x.rearrange(axes).array
         valid = jnp.ones(tokens.shape[:-1], bool) if counted is None else counted.rearrange(axes[:-1]).array != 0
         mesh = jax.sharding.get_abstract_mesh()
-        rows, width = (None if mesh.empty else physical_axis_name(axis) for axis in (axes[0], ax.ExpertMlp))
+        rows, width = (None if mesh.empty else physical_axis_name(axis) for axis in (axes[0], "expert_mlp"))
         # XLA would sort the tokens of all devices.
         sharded = not mesh.empty and tokens.shape[0] % math.prod(mesh.shape[axis] for axis in axes_of(rows)) == 0
         fsdp = PARAMETER_AXES["embed"] if sharded and PARAMETER_AXES["embed"] in mesh.shape else None
-        fsdp = fsdp if fsdp is not None and ax.Embed.size % mesh.shape[fsdp] == 0 else None
+        fsdp = fsdp if fsdp is not None and Embed.size % mesh.shape[fsdp] == 0 else None
 
         up = self.expert_gate_up if self.expert_up is None else self.expert_up
         biases = (None if bias is None else bias.array for bias in (self.expert_gate_up_bias, self.expert_down_bias))

@@ -1,7 +1,4 @@
-"""The block of the trainable model on named axes: their names, norms, rotary embeddings, output layer."""
-
-import dataclasses
-from typing import Self
+"""The block of the trainable model on named axes: those of weights, norms, rotary embeddings, output layer."""
 
 import haliax as hax
 import jax
@@ -13,76 +10,17 @@ from jaxtyping import Array
 from lockstep.models import block
 from lockstep.models.attention import SplitPositions
 from lockstep.models.config import LlamaConfig, distinct, layer_kinds, rotary_frequencies
-from lockstep.models.delta_rule import LinearAttention
-from lockstep.models.latent import Latent
+from lockstep.models.weight_sizes import sizes_of
+from lockstep.models.weights import WEIGHT_AXES, haliax_axes
 from lockstep.placement import PARAMETER_AXES, PP, compute_axes
 from lockstep.placement.device import auto_axes
 
 
-@dataclasses.dataclass(frozen=True)
-class LlamaAxes:
-    """The named axes of a model's parameters."""
-
-    Embed: Axis
-    Mlp: Axis
-    KVHead: Axis
-    Group: Axis
-    HeadSize: Axis
-    Layer: Axis
-    Expert: Axis
-    ExpertMlp: Axis
-    GateUp: Axis
-    SharedMlp: Axis
-    Rank: Axis
-    One: Axis
-    GatedHead: Axis
-    KeyHead: Axis
-    Key: Axis
-    ValueGroup: Axis
-    Value: Axis
-    Qkvz: Axis
-    Gates: Axis
-    Width: Axis
-    QRank: Axis
-    QLatent: Axis
-    KvLatent: Axis
-    Latent: Axis
-    KeyValue: Axis
-    ValueSize: Axis
-
-    @classmethod
-    def of(cls, config: LlamaConfig) -> Self:
-        """Return the axes of a configuration, with the names that sharding rules use."""
-        linear = config.linear_attention or LinearAttention()
-        latent = config.latent or Latent()
-        return cls(
-            Embed=Axis("embed", config.hidden_dim),
-            Mlp=Axis("mlp", config.intermediate_dim),
-            KVHead=Axis("kv_head", config.num_kv_heads),
-            Group=Axis("q_heads_per_group", config.q_heads_per_group),
-            HeadSize=Axis("head_size", config.head_size),
-            Layer=Axis("layer", config.num_layers),
-            Expert=Axis("expert", 1 if config.experts is None else config.experts.num_experts),
-            ExpertMlp=Axis("expert_mlp", config.expert_dim),
-            GateUp=Axis("gate_up", 2 * config.expert_dim),
-            SharedMlp=Axis("shared_mlp", (config.experts and config.experts.shared_intermediate_dim) or 1),
-            Rank=Axis("rank", config.variant.gated_norm_rank or 1),
-            One=Axis("one", 1),
-            GatedHead=Axis("gated_head", 2 * config.head_size),
-            KeyHead=Axis("key_head", linear.key_heads),
-            Key=Axis("key", linear.key_head_dim),
-            ValueGroup=Axis("value_group", linear.group),
-            Value=Axis("value", linear.value_head_dim),
-            Qkvz=Axis("qkvz", linear.qkvz),
-            Gates=Axis("gates", 2 * linear.group),
-            Width=Axis("width", linear.conv_width),
-            QRank=Axis("q_rank", latent.q_lora_rank or 1),
-            QLatent=Axis("q_latent", latent.q_lora_rank or 1),
-            KvLatent=Axis("kv_latent", latent.kv_lora_rank),
-            Latent=Axis("latent", latent.size),
-            KeyValue=Axis("key_value", latent.qk_nope_head_dim + latent.v_head_dim),
-            ValueSize=Axis("head_size", config.value_size),
-        )
+def weight_axes(config: LlamaConfig, name: str) -> tuple[Axis, ...]:
+    """Return the axes of one layer's part of a weight, with the names that sharding rules use."""
+    sizes = sizes_of(config, name)
+    axes = zip(haliax_axes(name), WEIGHT_AXES[name], strict=True)
+    return tuple(Axis(axis_name, sizes[axis]) for axis_name, axis in axes if axis != "layer")
 
 
 def look_up(table: NamedArray, ids: NamedArray, split: SplitPositions | None = None) -> NamedArray:
@@ -116,18 +54,19 @@ def look_up(table: NamedArray, ids: NamedArray, split: SplitPositions | None = N
     return hax.named(mapped(table.rearrange(("vocab", "embed")).array, ids.array), (*ids.axes, embed))
 
 
-def neutral(config: LlamaConfig, *axes: Axis) -> NamedArray:
-    """Return the weight of a norm that multiplies by 1."""
+def neutral(config: LlamaConfig, name: str) -> NamedArray:
+    """Return the weight of a norm, by its name, that multiplies by 1."""
+    axes = weight_axes(config, name)
     return hax.zeros(axes) if config.variant.norm_plus_one else hax.ones(axes)
 
 
 def norm_gates(config: LlamaConfig, key: jax.Array, norm: str, has: bool = True) -> dict[str, NamedArray | None]:
     """Return random matrices of the gate of a norm, by their names."""
-    ax, rank = LlamaAxes.of(config), config.variant.gated_norm_rank
-    sides = {f"{norm}_down": (ax.Embed, ax.Rank), f"{norm}_up": (ax.Rank, ax.Embed)}
-    keys = dict(zip(sides, jax.random.split(jax.random.fold_in(key, 2)), strict=True))
-    std = config.initializer_range
-    return {name: hax.random.normal(keys[name], axes) * std if has and rank else None for name, axes in sides.items()}
+    sides, std = (f"{norm}_down", f"{norm}_up"), config.initializer_range
+    if not has or config.variant.gated_norm_rank is None:
+        return dict.fromkeys(sides)
+    keys = zip(sides, jax.random.split(jax.random.fold_in(key, 2)), strict=True)
+    return {name: hax.random.normal(own, weight_axes(config, name)) * std for name, own in keys}
 
 
 def rotary_angles(config: LlamaConfig, positions: NamedArray) -> NamedArray:

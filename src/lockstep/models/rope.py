@@ -321,13 +321,7 @@ def rope_to_hf(rope: RotaryConfig) -> dict[str, Any] | None:
         return {"rope_type": "yarn", **stated}
     if rope.scaling is None:
         return None
-    return {
-        "rope_type": "llama3",
-        "factor": rope.scaling.factor,
-        "low_freq_factor": rope.scaling.low_freq_factor,
-        "high_freq_factor": rope.scaling.high_freq_factor,
-        "original_max_position_embeddings": rope.scaling.original_max_position_embeddings,
-    }
+    return {"rope_type": "llama3", **dataclasses.asdict(rope.scaling)}
 
 
 def required(hf: Mapping[str, Any], key: str) -> Any:

@@ -12,6 +12,8 @@ from typing import Any, Final
 import jax
 from jaxtyping import Array, Float
 
+from lockstep.placement.device import platform_of
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,12 +172,10 @@ def tensor_dims(*, whole_experts: bool) -> Mapping[str, int]:
 
 
 def part_lanes(platform: str) -> Mapping[str, int]:
-    """The number of which a part of an expert's width becomes a multiple, by the name of the weight.
-
-    The TPU's kernel reads whole tiles: of others, each launch makes a padded copy of all layers first (compiled).
-    """
+    """The number of which a part of an expert's width becomes a multiple, by the name of the weight."""
     widths = (name for name, axes in WEIGHT_AXES.items() if axes[-1] in ("expert_mlp", "gate_up"))
-    return dict.fromkeys(widths, 128) if platform == "tpu" else {}
+    lanes = platform_of(platform).lanes
+    return {} if lanes is None else dict.fromkeys(widths, lanes)
 
 
 def quantized_dims(name: str, ndim: int) -> tuple[int, ...]:

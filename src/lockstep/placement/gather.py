@@ -6,6 +6,7 @@ from typing import Final
 import jax
 from jaxtyping import Array, Shaped
 
+from lockstep.placement.device.platforms import platform_of
 from lockstep.placement.mesh import DCN
 
 NEIGHBOURS: Final = 4
@@ -33,8 +34,9 @@ def _exchanges(name: str, neighbours: int | None) -> Sequence[list[list[int]] | 
     mesh = jax.sharding.get_abstract_mesh()
     size, in_slice = mesh.shape[name], mesh.size // mesh.shape.get(DCN, 1)
     if neighbours is None:
-        on_tpu = mesh.abstract_device is not None and mesh.abstract_device.platform == "tpu"
-        neighbours = NEIGHBOURS if on_tpu and size == in_slice else 1
+        device = mesh.abstract_device
+        in_two = device is not None and platform_of(device.platform).reduces_all and size == in_slice
+        neighbours = NEIGHBOURS if in_two else 1
     if neighbours == 1 or size <= neighbours or size % neighbours:
         return [None]
     near = [list(range(first, first + neighbours)) for first in range(0, size, neighbours)]

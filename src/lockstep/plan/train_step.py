@@ -137,11 +137,8 @@ def compile_step(
         schedule=training.optimizer.schedule(steps),
         mesh=mesh,
         shardings=state.shardings,
-        precision=training.trainer.precision,
+        settings=training.trainer.step_settings,
         microbatches=microbatches,
-        repeats=training.trainer.pipeline_repeats,
-        skip_bad=training.trainer.on_nan != "raise",
-        reduce_dtype=training.trainer.reduce_dtype,
     )
     batch = batch_structs(_columns(training, length), training.trainer.train_batch_size, mesh)
     return cache(step.lower(state.structs, batch), NAME)

@@ -134,7 +134,7 @@ def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], after: S
         after: The tokens that stand before them, such as those of the prompt. The text is what ``tokens`` add to that
             of ``after``: a decoder as of Llama 2 and Mistral leaves out the space that a text begins with.
     """
-    return added_text(functools.partial(_decoded, tokenizer), tokens, after)
+    return added_text(_decoder(tokenizer), tokens, after)
 
 
 def added_text(decoded: Callable[[list[int]], str], tokens: Sequence[int], after: Sequence[int]) -> str:
@@ -153,13 +153,14 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], aft
     A character that several tokens make belongs to the last of them. Joined, the texts are what ``decode`` returns, but
     for tokenizers that spell a token otherwise where more than `_CONTEXT` tokens before it are left out.
     """
-    context = context_of(tokenizer, tokens, after)
+    decoded = _decoder(tokenizer)
+    context = _context(decoded, tokens, after)
     every, begin = [*context, *tokens], len(context)
     texts: list[str] = []
     done = begin  # tokens whose text is complete
     for end in range(begin + 1, len(every) + 1):
         first = max(0, done - _CONTEXT)
-        known, text = _decoded(tokenizer, every[first:done]), _decoded(tokenizer, every[first:end])
+        known, text = decoded(every[first:done]), decoded(every[first:end])
         # Bytes that never become a character are told after as many tokens as a character can have.
         whole = not text.endswith(_REPLACEMENT) or end - done >= _CHARACTER_TOKENS or end == len(every)
         texts.append(text[len(known) :] if whole else "")
@@ -176,7 +177,7 @@ def context_of(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], afte
     """The last of the tokens before others that are decoded with them, from where a character begins; none where their
     text is not the same with the others behind it: bytes of SentencePiece that go on.
     """
-    return _context(functools.partial(_decoded, tokenizer), tokens, after)
+    return _context(_decoder(tokenizer), tokens, after)
 
 
 def _context(decoded: Callable[[list[int]], str], tokens: Sequence[int], after: Sequence[int]) -> list[int]:
@@ -187,18 +188,25 @@ def _context(decoded: Callable[[list[int]], str], tokens: Sequence[int], after: 
     return context if decoded([*context, *tokens[:1]]).startswith(decoded(context)) else []
 
 
-def _decoded(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
+def _decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[int]], str]:
     """The text of tokens; between markers that are special tokens, that of each part."""
-    markers = part_markers(tokenizer)
-    if markers.keys().isdisjoint(tokens):
+    markers = part_markers(tokenizer)  # once: it takes longer than to decode ten tokens
+
+    def text_of(tokens: Sequence[int]) -> str:
         with panics_as_errors():
             text = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-    parts = itertools.groupby(tokens, lambda token: token if token in markers else None)
-    return "".join(
-        _decoded(tokenizer, list(part)) if token is None else markers[token] * len(list(part)) for token, part in parts
-    )
+
+    def decoded(tokens: Sequence[int]) -> str:
+        if markers.keys().isdisjoint(tokens):
+            return text_of(tokens)
+        parts = itertools.groupby(tokens, lambda token: token if token in markers else None)
+        return "".join(
+            text_of(list(part)) if token is None else markers[token] * len(list(part)) for token, part in parts
+        )
+
+    return decoded
 
 
 def part_markers(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:

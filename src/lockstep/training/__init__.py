@@ -15,6 +15,7 @@ from lockstep.training.data import DataFormat as DataFormat
 from lockstep.training.data.rows import TokenizedRows as TokenizedRows
 from lockstep.training.loop.config import TrainerConfig as TrainerConfig
 from lockstep.training.loop.hooks import StepInfo as StepInfo
+from lockstep.training.loop.saves import RunRecord as RunRecord
 from lockstep.training.loop.stopping import SLOW_STEP_S as SLOW_STEP_S
 from lockstep.training.loop.trainer import Trainer as Trainer
 from lockstep.training.objectives import GrpoConfig as GrpoConfig
@@ -36,6 +37,7 @@ from lockstep.training.run import TrainPreferenceConfig as TrainPreferenceConfig
 from lockstep.training.run import TrainSimpoConfig as TrainSimpoConfig
 from lockstep.training.run import train as train
 from lockstep.training.step.optimizer import OptimizerConfig as OptimizerConfig
+from lockstep.training.step.train_state import StepSettings as StepSettings
 from lockstep.training.step.train_state import parameter_shardings as parameter_shardings
 from lockstep.training.step.train_state import parse_precision as parse_precision
 from lockstep.training.step.train_step import TrainStep as TrainStep

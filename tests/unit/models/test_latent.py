@@ -12,7 +12,7 @@ from lockstep.engine.decode_model import DecodeModels
 from lockstep.errors import ConfigError
 from lockstep.models import Variant, read_decoder
 from lockstep.models.attention.training import CausalAttention
-from lockstep.models.attention.training.causal import blockwise_attention
+from lockstep.models.attention.training.causal import HeadArrays, blockwise_attention
 from lockstep.models.families.deepseek_v3 import DeepseekV3Config
 from lockstep.models.latent import Latent, LatentQueries, absorbed, expanded, values_of
 from tests.unit.engine.models import FAMILIES, mesh_of, model_on
@@ -31,7 +31,7 @@ def test_attention_to_the_latent_is_that_to_its_keys_and_values(query_block: int
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         scores = CausalAttention(scale=q.shape[-1] ** -0.5)
-        return blockwise_attention(q, k, v, None, scores, query_block=query_block)
+        return blockwise_attention(HeadArrays(q, k, v), scores, query_block=query_block)
 
     with jax.default_matmul_precision("highest"):
         by_head = attend(*expanded(q, latent, jnp.einsum("...r,rhm->...hm", latent[..., :7], kv_b)))[..., 0, :]

@@ -19,7 +19,7 @@ from lockstep.models import llama_mlp as module
 from lockstep.models.llama_mlp import repeated_runs
 from lockstep.models.trainable import skeleton
 from lockstep.placement import batch_spec, make_mesh
-from lockstep.training import TrainStep, lm_loss, parse_precision
+from lockstep.training import StepSettings, TrainStep, lm_loss, parse_precision
 from lockstep.training.objectives import GrpoConfig, SimpoConfig
 from lockstep.training.objectives.logprobs import loss_with_routers
 from lockstep.training.step.train_step import init_model, init_state
@@ -49,8 +49,8 @@ def stepped(shape: str, microbatches: int, config: Qwen3MoeConfig = CONFIG) -> t
     model = init_model(init, 0, mesh, precision, launch)
     state, shardings = init_state(model, optimizer, mesh, precision, launch)
     step = TrainStep(
-        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
-        microbatches=microbatches,
+        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings,
+        settings=StepSettings(precision=precision), microbatches=microbatches,
     )  # fmt: skip
     rows = np.random.default_rng(0)
     segments = np.repeat([[1] * 6 + [2] * 6 + [0] * 4], 8, axis=0)

@@ -16,7 +16,7 @@ from lockstep.models import LlamaConfig, LlamaLMHeadModel, LoraModel, pipelined
 from lockstep.models.families.gemma3 import Gemma3Config
 from lockstep.models.trainable import skeleton
 from lockstep.placement import batch_spec, compute_axes, make_mesh
-from lockstep.training import TrainStep, batch_structs, lm_loss, parameter_shardings, parse_precision
+from lockstep.training import StepSettings, TrainStep, batch_structs, lm_loss, parameter_shardings, parse_precision
 from lockstep.training.objectives import SimpoConfig
 from lockstep.training.step.train_step import init_state
 from tests.unit.engine.models import FAMILIES
@@ -44,8 +44,8 @@ def step_once(shape, devices, columns, microbatches=1, config=CONFIG, loss_fn=lm
 
     state, shardings = init_state(model, optimizer, mesh, precision, launch)
     step = TrainStep(
-        loss_fn=loss_fn, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
-        microbatches=microbatches, repeats=repeats,
+        loss_fn=loss_fn, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings,
+        settings=StepSettings(precision=precision, repeats=repeats), microbatches=microbatches,
     )  # fmt: skip
     structs = batch_structs({k: jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for k, v in columns.items()}, ROWS, mesh)
     placed = {name: jax.device_put(column, structs[name].sharding) for name, column in columns.items()}

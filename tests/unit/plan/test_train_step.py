@@ -14,7 +14,7 @@ from lockstep.plan import train_step
 from lockstep.plan.step_flops import step_flops
 from lockstep.plan.train_step import compile_step, largest_that_works, make_state, peak, saved_bytes
 from lockstep.plan.workload import Infeasibility, InfeasibleError, TrainingWorkload, Workload
-from lockstep.training import OptimizerConfig, TrainerConfig, TrainStep, batch_structs, lm_loss
+from lockstep.training import OptimizerConfig, StepSettings, TrainerConfig, TrainStep, batch_structs, lm_loss
 from tests.adapters import MLPS
 from tests.unit.engine.models import FAMILIES, LLAMA
 
@@ -176,7 +176,7 @@ def test_state_and_step_of_adapters_are_planned():
     assert saved_bytes(workload, 2) > 0
     step = TrainStep(
         loss_fn=lm_loss, optimizer=OptimizerConfig().build(1000), schedule=None, mesh=mesh, shardings=state.shardings,
-        precision=TrainerConfig().precision, microbatches=1,
+        settings=StepSettings(precision=TrainerConfig().precision), microbatches=1,
     )  # fmt: skip
     compiled = step.lower(state.structs, batch_structs(workload.training.columns, 8, mesh)).compile()
     resident = state.parameters + state.optimizer

@@ -26,7 +26,7 @@ from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights
 from lockstep.models.attention import pool_dtype, select_attention, tpu_generation
 from lockstep.placement import DecodeMesh, LayoutTree, assembly_function, partition_specs, reshard_function, sources
-from lockstep.placement.device import Compile, Program, compile_lowered, compile_program
+from lockstep.placement.device import Compile, Compiler, Program, compile_lowered, compile_program
 
 _TPU_OPTIONS: Final = {"xla_tpu_msa_inefficient_use_to_copy_ratio": "1.0"}
 """Nothing is brought into vector memory that is not used there as a whole: without this, XLA was seen to move ``k`` of
@@ -95,11 +95,14 @@ def build_programs(
     gathers = any(layout != layout.decode for layout in jax.tree.leaves(model.layouts))
 
     def compiled(name: str, function: Callable[..., Any], arguments: list[Any], **options: Any) -> Program:
+        compiler = Compiler(
+            compile_with=compile_with,
+            options=compiler_options(model.device, name),
+            ordered=name != "reshard" and (model.moves or not gathers),
+        )
         return compile_program(
-            name, function, arguments, mesh=decode_mesh.mesh, ledger=ledger, compile_with=compile_with,
-            compiler_options=compiler_options(model.device, name),
-            ordered=name != "reshard" and (model.moves or not gathers), **options,
-        )  # fmt: skip
+            name, function, arguments, mesh=decode_mesh.mesh, ledger=ledger, compiler=compiler, **options
+        )
 
     structs, layouts = model.weights, model.layouts
     reshard = None
@@ -148,9 +151,10 @@ def build_programs(
         config=model.config, decode_mesh=decode_mesh, layouts=layouts, pages=sizes.pages, vocab_size=allowed,
         routed=routed_shape(model.config, sizes),
     )  # fmt: skip
-    prefill = _on_mesh(
-        compiled, "prefill", prefill_function(transformer, sizes, attention), layouts, structs, pool, decode_mesh,
-        PrefillBatch.empty(sizes), results=bool(sizes.routed_experts),
+    on_mesh = _OnMesh(compiled=compiled, layouts=layouts, weights=structs, pool=pool, decode_mesh=decode_mesh)
+    prefill = on_mesh(
+        "prefill", prefill_function(transformer, sizes, attention), PrefillBatch.empty(sizes),
+        results=bool(sizes.routed_experts),
     )  # fmt: skip
     copy_pages = None
     if sizes.page_copies:
@@ -165,22 +169,13 @@ def build_programs(
         copy_pages = compiled("copy_pages", mapped, [pages, copies], donate=(0,), out_shardings=pages.sharding)
     prompt_logprobs = None
     if sizes.prompt_logprobs:
-        prompt_logprobs = _on_mesh(
-            compiled, "prompt_logprobs", prompt_logprobs_function(transformer, sizes, attention),
-            layouts, structs, pool, decode_mesh,
-            PromptLogprobsBatch.empty(sizes), reads_only=True,
-        )  # fmt: skip
-    decode = _on_mesh(
-        compiled, "decode", decode_function(transformer, sizes, attention), layouts, structs, pool, decode_mesh,
-        DecodeBatch.empty(sizes, 0),
-    )  # fmt: skip
-    verify = {
-        width: _on_mesh(
-            compiled, f"verify_{width}", verify_function(transformer, sizes, attention, width),
-            layouts, structs, pool, decode_mesh, VerifyBatch.empty(sizes, width, 0),
-        )
-        for width in sizes.verify_widths
-    }  # fmt: skip
+        function = prompt_logprobs_function(transformer, sizes, attention)
+        prompt_logprobs = on_mesh("prompt_logprobs", function, PromptLogprobsBatch.empty(sizes), reads_only=True)
+    decode = on_mesh("decode", decode_function(transformer, sizes, attention), DecodeBatch.empty(sizes, 0))
+    verify = {}
+    for width in sizes.verify_widths:
+        function = verify_function(transformer, sizes, attention, width)
+        verify[width] = on_mesh(f"verify_{width}", function, VerifyBatch.empty(sizes, width, 0))
     return Programs(
         reshard=reshard,
         new_cache=new_cache,
@@ -192,37 +187,37 @@ def build_programs(
     )
 
 
-def _on_mesh(
-    compiled: Callable[..., Program],
-    name: str,
-    function: Callable[..., Any],
-    layouts: LayoutTree,
-    weights: DecoderWeights,
-    pool: Any,
-    decode_mesh: DecodeMesh,
-    batch: Batch,
-    *,
-    results: bool = True,
-    reads_only: bool = False,
-) -> Program:
-    """Compile a function of (weights, pool, a replica's part of a packed batch) that returns the pool and its results.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OnMesh:
+    """Compiles functions of (weights, pool, a replica's part of a packed batch) that return the pool and results."""
 
-    A function without ``results`` returns the pool alone. One that ``reads_only`` leaves the pool unchanged and returns
-    its results alone.
-    """
-    everywhere, packed = decode_mesh.sharding(), _packed(batch, decode_mesh)
-    shardings = _shardings(pool)
-    outputs = (shardings, everywhere) if results else shardings
-    if reads_only:
-        outputs = everywhere
-    mapped = jax.shard_map(
-        function,
-        mesh=decode_mesh.mesh,
-        in_specs=(partition_specs(layouts), jax.tree.map(lambda part: part.spec, shardings), packed.sharding.spec),
-        out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
-        check_vma=False,
-    )
-    return compiled(name, mapped, [weights, pool, packed], donate=() if reads_only else (1,), out_shardings=outputs)
+    compiled: Callable[..., Program]
+    layouts: LayoutTree
+    weights: DecoderWeights
+    pool: Any
+    decode_mesh: DecodeMesh
+
+    def __call__(
+        self, name: str, function: Callable[..., Any], batch: Batch, *, results: bool = True, reads_only: bool = False
+    ) -> Program:
+        """Compile a function for batches as this one.
+
+        A function without ``results`` returns the pool alone. One that ``reads_only`` leaves the pool unchanged and
+        returns its results alone.
+        """
+        everywhere, packed = self.decode_mesh.sharding(), _packed(batch, self.decode_mesh)
+        shardings = _shardings(self.pool)
+        outputs = everywhere if reads_only else (shardings, everywhere) if results else shardings
+        pool_specs = jax.tree.map(lambda part: part.spec, shardings)
+        mapped = jax.shard_map(
+            function,
+            mesh=self.decode_mesh.mesh,
+            in_specs=(partition_specs(self.layouts), pool_specs, packed.sharding.spec),
+            out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
+            check_vma=False,
+        )
+        arguments, donate = [self.weights, self.pool, packed], () if reads_only else (1,)
+        return self.compiled(name, mapped, arguments, donate=donate, out_shardings=outputs)
 
 
 def _packed(batch: Batch, decode_mesh: DecodeMesh) -> jax.ShapeDtypeStruct:

@@ -7,7 +7,7 @@ was sampled there. Nothing is accepted by probability, and no distribution is co
 Speculative decoding otherwise: Leviathan et al. 2022, https://arxiv.org/abs/2211.17192.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,10 +17,11 @@ from jaxtyping import Array
 from lockstep.engine.decoder import states
 from lockstep.engine.decoder.packing import pack_results, unpack
 from lockstep.engine.decoder.states import KvAndStates
-from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.decoder.transformer import Past, Sequences, Transformer
 from lockstep.engine.idle_replicas import own_steps
+from lockstep.engine.sampling.logits_processors import TokenCounts
 from lockstep.engine.sampling.logprobs import top_logprobs
-from lockstep.engine.sampling.sampler import start_sampler
+from lockstep.engine.sampling.sampler import Sampler, start_sampler
 from lockstep.engine.schedule import NULL_PAGE, Capacity, DecodeBatch, VerifyBatch
 from lockstep.models import DecoderWeights
 from lockstep.models.attention import Attention
@@ -38,6 +39,30 @@ def logits_at_once(slots: int, width: int) -> int:
     """
     groups = -(-width // max(_LEAST_AT_ONCE, _ROWS_AT_ONCE // slots))
     return -(-width // groups)
+
+
+def _start(
+    transformer: Transformer, capacity: Capacity, weights: DecoderWeights, inputs: Mapping[str, Array]
+) -> tuple[Sampler, TokenCounts | None]:
+    """The sampler of a launch, and the tokens that it counts."""
+    return start_sampler(
+        inputs,
+        more_filters=capacity.more_filters,
+        local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
+        decode_mesh=transformer.decode_mesh,
+        exact=transformer.config.exact,
+    )
+
+
+def _no_results(transformer: Transformer, capacity: Capacity, shape: tuple[int, ...]) -> list[Array]:
+    """The parts of `DecodeResults` before anything is sampled; its steps are those of the last axis of ``shape``."""
+    results = [jnp.full(shape, -1, jnp.int32), jnp.zeros(shape), jnp.zeros(shape)]
+    if capacity.top_logprobs:
+        wide = (*shape, capacity.top_logprobs)
+        results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
+    if transformer.routed is not None:
+        results.append(jnp.zeros((*shape, transformer.routed.words), jnp.int32))
+    return results
 
 
 def verify_function(
@@ -65,17 +90,7 @@ def verify_function(
         # A step near the end of the drafts looks beyond them.
         drafts = jnp.pad(inputs["drafts"], ((0, 0), (0, width)), constant_values=-1)
         num_steps = own_steps(capacity, inputs["num_steps"], jnp.any(inputs["remaining"] > 0))
-        sampler, counts = start_sampler(
-            inputs["draw"],
-            inputs["temperature"],
-            stop_ids,
-            {name: inputs[name] for name in example.decode.sampling.arrays()},
-            more_filters=capacity.more_filters,
-            active=inputs["remaining"] > 0,
-            local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
-            decode_mesh=decode_mesh,
-            exact=transformer.config.exact,
-        )
+        sampler, counts = _start(transformer, capacity, weights, inputs)
 
         def step(state: Any) -> Any:
             index, cache, token, position, remaining, done, counts, results = state
@@ -104,7 +119,7 @@ def verify_function(
             x = transformer.embed(weights, inputs)
             carry = (cache, jnp.zeros(inputs.shape, bool))
             x, (cache, spoilt), routed = transformer.layers(
-                weights.layers, x, carry, start=position, active=active, write=write, attend=attend
+                weights.layers, x, carry, Past(write, attend), Sequences(position, active)
             )
             if decode_mesh.tensor > 1:
                 spoilt = jax.lax.psum(spoilt.astype(jnp.int32), decode_mesh.tensor_axes) > 0
@@ -175,14 +190,8 @@ def verify_function(
             _, *state = jax.lax.fori_loop(0, groups, sample_group, state)
             return index + 1, cache, *state
 
-        shape = (capacity.slots, capacity.draft_tokens)
-        results = [jnp.full(shape, -1, jnp.int32), jnp.zeros(shape), jnp.zeros(shape)]
-        if capacity.top_logprobs:
-            wide = (*shape, capacity.top_logprobs)
-            results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
-        if transformer.routed is not None:
-            results.append(jnp.zeros((*shape, transformer.routed.words), jnp.int32))
-        results.append(jnp.zeros(shape, jnp.int32))
+        steps = jnp.zeros((capacity.slots, capacity.draft_tokens), jnp.int32)
+        results = [*_no_results(transformer, capacity, steps.shape), steps]
         state = (
             jnp.int32(0),
             attention.begin_decode(pool, page_table, inputs["position"], transformer.kv_layers),
@@ -225,17 +234,7 @@ def decode_function(
         page_table, stop_ids = inputs["page_table"], inputs["stop_ids"]
         rows = jnp.arange(capacity.slots)
         num_steps = own_steps(capacity, inputs["num_steps"], jnp.any(remaining > 0))
-        sampler, counts = start_sampler(
-            inputs["draw"],
-            inputs["temperature"],
-            stop_ids,
-            {name: inputs[name] for name in example.sampling.arrays()},
-            more_filters=capacity.more_filters,
-            active=remaining > 0,
-            local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
-            decode_mesh=decode_mesh,
-            exact=transformer.config.exact,
-        )
+        sampler, counts = _start(transformer, capacity, weights, inputs)
 
         def step(state: Any) -> Any:
             index, cache, token, position, remaining, counts, results = state
@@ -254,7 +253,7 @@ def decode_function(
 
             x = transformer.embed(weights, token[:, None])
             x, cache, routed = transformer.layers(
-                weights.layers, x, cache, start=position, active=active, write=write, attend=attend, recur=recur
+                weights.layers, x, cache, Past(write, attend, recur), Sequences(position, active)
             )
             logits = transformer.logits(weights, x[:, 0])
             sampled = sampler.draw(logits, counts, position + 1)
@@ -274,13 +273,7 @@ def decode_function(
                 [result.at[:, index].set(value) for result, value in zip(results, drawn, strict=True)],
             )
 
-        shape = (capacity.slots, capacity.steps)
-        results = [jnp.full(shape, -1, jnp.int32), jnp.zeros(shape), jnp.zeros(shape)]
-        if capacity.top_logprobs:
-            wide = (*shape, capacity.top_logprobs)
-            results += [jnp.zeros(wide, jnp.int32), jnp.zeros(wide)]
-        if transformer.routed is not None:
-            results.append(jnp.zeros((*shape, transformer.routed.words), jnp.int32))
+        results = _no_results(transformer, capacity, (capacity.slots, capacity.steps))
         state = (
             jnp.int32(0),
             past._replace(kv=attention.begin_decode(past.kv, page_table, position, transformer.kv_layers)),

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from lockstep.engine.decoder.exact_proof import prove_exact
 from lockstep.engine.decoder.prefill import chunks
-from lockstep.engine.decoder.transformer import Transformer, of_experts
+from lockstep.engine.decoder.transformer import Past, Sequences, Transformer, of_experts
 from lockstep.engine.sampling.logprobs import target_logprobs
 from lockstep.errors import ConfigError
 from lockstep.models import (
@@ -180,12 +180,9 @@ def _logprobs(
     x = transformer.embed(weights, tokens)
     kv = jnp.zeros((rows, length, *heads.kept.shape), x.dtype)
     stream = jnp.zeros((transformer.config.num_layers, *x.shape), x.dtype)
-    start, active = jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
-    x, (_, stream), words = transformer.layers(
-        weights.layers, x, (kv, stream), start=start, active=active, position=position, replayed=replayed,
-        write=write, attend=attend,
-        after=lambda cache, layer, x: (cache[0], cache[1].at[layer].set(x)),
-    )  # fmt: skip
+    past = Past(write, attend, after=lambda cache, layer, x: (cache[0], cache[1].at[layer].set(x)))
+    sequences = Sequences(jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool), position)
+    x, (_, stream), words = transformer.layers(weights.layers, x, (kv, stream), past, sequences, replayed=replayed)
 
     def chunk(part: tuple[Array, Array]) -> Array:
         states, targets = part

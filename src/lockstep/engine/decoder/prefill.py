@@ -17,7 +17,7 @@ from jaxtyping import Array, Int32
 from lockstep.engine.decoder import states
 from lockstep.engine.decoder.packing import pack_results, unpack
 from lockstep.engine.decoder.states import KvAndStates
-from lockstep.engine.decoder.transformer import Transformer
+from lockstep.engine.decoder.transformer import Past, Sequences, Transformer
 from lockstep.engine.idle_replicas import run_if_busy
 from lockstep.engine.sampling.logprobs import target_logprobs, top_logprobs
 from lockstep.engine.schedule import NULL_PAGE, Capacity, CopyPagesBatch, PrefillBatch, PromptLogprobsBatch, as_floats
@@ -56,9 +56,7 @@ def prefill_function(transformer: Transformer, capacity: Capacity, attention: At
         def fill(state: tuple[KvAndStates, Any]) -> tuple[KvAndStates, Any]:
             past, _ = state
             x = transformer.embed(weights, tokens)
-            return transformer.fill_cache(
-                weights.layers, x, past, start=start, active=active, write=write, attend=attend, recur=recur
-            )
+            return transformer.fill_cache(weights.layers, x, past, Past(write, attend, recur), Sequences(start, active))
 
         shape = transformer.routed
         routed = None if shape is None else jnp.zeros((*tokens.shape, shape.words), jnp.int32)
@@ -127,7 +125,7 @@ def prompt_logprobs_function(
             return attention.prefill(q, pool, layer, layer * transformer.pages, rows, sinks)
 
         x = transformer.embed(weights, tokens)
-        x, _, _ = transformer.layers(weights.layers, x, pool, start=start, active=active, write=write, attend=attend)
+        x, _, _ = transformer.layers(weights.layers, x, pool, Past(write, attend), Sequences(start, active))
 
         def chunk(part: tuple[Array, Array]) -> list[Array]:
             states, target = part

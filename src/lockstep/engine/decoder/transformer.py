@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Set
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,34 @@ type Attend[Cache] = Callable[[Cache, Array, Array, Array | None], Array]
 ``[kv_head, group]``; returns attention's output."""
 type After[Cache] = Callable[[Cache, Array, Array], Cache]
 """Takes the cache, a layer and the residual stream after it; returns the cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Past[Cache]:
+    """The functions by which a program writes and reads the past, in whatever form it has that.
+
+    They count the layers with attention over all positions, and those with linear attention, by themselves.
+
+    Args:
+        recur: The recurrence of layers with linear attention; None where there are none.
+        after: Called after each layer; None for nothing.
+    """
+
+    write: Write[Cache]
+    attend: Attend[Cache]
+    recur: Recur | None = None
+    after: After[Cache] | None = None
+
+
+class Sequences(NamedTuple):
+    """The sequences that the queries of a program belong to."""
+
+    start: Int[Array, " sequence"]
+    """The position of the first query of each."""
+    active: Bool[Array, " sequence"]
+    """Whether it is there; for others no expert is read, and their results are arbitrary."""
+    position: Int[Array, "sequence query"] | None = None
+    """The positions of the queries; None where they are consecutive from ``start`` on."""
 
 
 def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
@@ -163,35 +191,26 @@ class Transformer:
         weights: LayerWeights,
         x: Float[Array, "sequence query embed"],
         cache: Cache,
+        past: Past[Cache],
+        sequences: Sequences,
         *,
-        start: Int[Array, " sequence"],
-        active: Bool[Array, " sequence"],
-        write: Write[Cache],
-        attend: Attend[Cache],
-        recur: Recur | None = None,
-        after: After[Cache] | None = None,
         count: int | None = None,
-        position: Int[Array, "sequence query"] | None = None,
         replayed: Int[Array, "sequence query layer choice"] | None = None,
     ) -> tuple[Float[Array, "sequence query embed"], Cache, Int32[Array, "sequence query word"] | None]:
         """Run all layers over consecutive positions of each sequence and write their K/V to the cache.
 
         Args:
             weights: The device's blocks of the stacked layers.
-            x: The embedded tokens; query ``i`` is at position ``start + i``.
-            cache: The past of all layers, in whatever form ``write``, ``attend`` and ``recur`` have it. They count the
-                layers with attention over all positions, and those with linear attention, by themselves.
-            start: The position of the first query of each sequence.
-            active: Whether a sequence is there; for others no expert is read, and their results are arbitrary.
+            x: The embedded tokens.
+            cache: The past of all layers.
             count: The number of layers to run, from the first on; None for all.
-            position: The positions of the queries, where they are not consecutive from ``start`` on.
             replayed: The experts to take (`lockstep.models.route`).
 
         Returns:
             The residual stream, the cache, and the experts of the tokens where they are reported.
         """
-        angles = self._rope_angles(x, start, position)
-        valid = jnp.repeat(active, x.shape[1])
+        angles = self._rope_angles(x, sequences)
+        valid = jnp.repeat(sequences.active, x.shape[1])
         shape = self.routed
         routed = None if shape is None else jnp.full((shape.layers, valid.size * shape.choices), -1, shape.dtype)
 
@@ -201,13 +220,13 @@ class Transformer:
 
             def attend_and_write(q: Array, k: Array, v: Array) -> Array:
                 nonlocal cache
-                cache = write(cache, place, self.heads.kept.join(k, v))
-                return attend(cache, place, q, w.sinks)
+                cache = past.write(cache, place, self.heads.kept.join(k, v))
+                return past.attend(cache, place, q, w.sinks)
 
             def recur_and_write(inputs: Array, taps: Array, gates: DeltaGates) -> Array:
                 nonlocal cache
-                assert recur is not None
-                out, cache = recur(cache, place, inputs, taps, gates)
+                assert past.recur is not None
+                out, cache = past.recur(cache, place, inputs, taps, gates)
                 return out
 
             def mlp(h: Array) -> tuple[Array, Array | None]:
@@ -215,11 +234,11 @@ class Transformer:
                 return self._mlp_of_layer(weights, w, index, valid, h, own)
 
             rotary = self._of_layer(angles, index)
-            past = recur_and_write if kind == "linear" else attend_and_write
-            x, experts = layer(self._ops, self.config, w, x, rotary, past, mlp)
+            mix = recur_and_write if kind == "linear" else attend_and_write
+            x, experts = layer(self._ops, self.config, w, x, rotary, mix, mlp)
             if routed is not None and experts is not None:
                 routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
-            return x, cache if after is None else after(cache, index, x), routed
+            return x, cache if past.after is None else past.after(cache, index, x), routed
 
         x, cache, routed = self._in_runs(run, (x, cache, routed), count)
         return x, cache, None if routed is None else packed_experts(routed, valid.size).reshape(*x.shape[:2], -1)
@@ -253,29 +272,22 @@ class Transformer:
         weights: LayerWeights,
         x: Float[Array, "sequence query embed"],
         cache: Cache,
-        *,
-        start: Int[Array, " sequence"],
-        active: Bool[Array, " sequence"],
-        write: Write[Cache],
-        attend: Attend[Cache],
-        recur: Recur | None = None,
+        past: Past[Cache],
+        sequences: Sequences,
     ) -> tuple[Cache, Int32[Array, "sequence query word"] | None]:
         """Run `layers`, with the same arguments, for cache and experts: of the last layer it computes only K/V, unless
         it has a state.
         """
         last = self.config.num_layers - 1
         stateful = self._kinds[last] == "linear"
-        x, cache, routed = self.layers(
-            weights, x, cache, start=start, active=active, write=write, attend=attend, recur=recur,
-            count=None if stateful else last,
-        )  # fmt: skip
+        x, cache, routed = self.layers(weights, x, cache, past, sequences, count=None if stateful else last)
         if stateful:
             return cache, routed
         index = jnp.int32(last)
         w, place = self._layer(weights, index, "full")
         h = gated_norm(self._ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up)
-        k, v = kept(self._ops, self.config, w, h, self._of_layer(self._rope_angles(x, start), index))
-        return write(cache, place, self.heads.kept.join(k, v)), routed
+        k, v = kept(self._ops, self.config, w, h, self._of_layer(self._rope_angles(x, sequences), index))
+        return past.write(cache, place, self.heads.kept.join(k, v)), routed
 
     def _layer(self, weights: LayerWeights, index: Array, kind: str) -> tuple[LayerWeights, Array]:
         """Return one layer's weights as this device needs them, without its MLP where layers differ in it, and the
@@ -308,7 +320,8 @@ class Transformer:
         layouts = [layout for name in EXPERTS if (layout := getattr(self.layouts.layers, name)) is not None]
         return bool(layouts) and all(layout == layout.decode for layout in layouts)
 
-    def _rope_angles(self, x: Array, start: Array, position: Array | None = None) -> Rotary:
+    def _rope_angles(self, x: Array, sequences: Sequences) -> Rotary:
+        start, _, position = sequences
         positions = start[:, None] + jnp.arange(x.shape[1]) if position is None else position
         ropes, _ = distinct(kind.rope for kind in layer_kinds(self.config))
         angles = block.rope_angles(positions, [rotary_frequencies(self.config, rope) for rope in ropes])

@@ -199,24 +199,9 @@ def min_p(candidates: Candidates, threshold: TokenThreshold, log_min_p: Float[Ar
 
 
 FILTERS = (
-    Filter(
-        name="top_k",
-        parameter="top_k",
-        narrows=lambda k: k > 0,
-        apply=top_k,
-    ),
-    Filter(
-        name="top_p",
-        parameter="top_p",
-        narrows=lambda p: p < 1,
-        apply=top_p,
-    ),
-    Filter(
-        name="min_p",
-        parameter="log_min_p",
-        narrows=lambda log_min_p: log_min_p > -jnp.inf,
-        apply=min_p,
-    ),
+    Filter(name="top_k", parameter="top_k", narrows=lambda k: k > 0, apply=top_k),
+    Filter(name="top_p", parameter="top_p", narrows=lambda p: p < 1, apply=top_p),
+    Filter(name="min_p", parameter="log_min_p", narrows=lambda log_min_p: log_min_p > -jnp.inf, apply=min_p),
 )
 """The filters in the order in which they are applied."""
 

@@ -73,8 +73,7 @@ class Sampler:
 
     state: SamplingState  # the temperature, the filters' parameters and the random words
     features: ActiveFeatures
-    given: Mapping[str, Array]  # the arrays of a `SamplingBatch`, this replica's entry alone
-    stop_ids: Int[Array, "slot stop_ids"]  # the stop tokens of each slot, padded with -1
+    inputs: Mapping[str, Array]  # the arrays of a `DecodeBatch`, this replica's entry alone
     bias: Float[Array, "slot local_vocab"] | None  # what is added to each logit; None where no slot has a bias
     allowed: Bool[Array, "slot local_vocab"] | None  # which tokens may be sampled; None where no slot rules any out
     first: Array | int  # the first token id of this device's part of the vocabulary
@@ -92,13 +91,14 @@ class Sampler:
         """
         processed = logits
         if counts is not None:
-            processed = penalise(processed, counts, self.given["penalties"])
+            processed = penalise(processed, counts, self.inputs["penalties"])
         if self.bias is not None:
             processed = processed + self.bias
         if self.allowed is not None:
             processed = jnp.where(self.allowed, processed, -jnp.inf)
-        if "stop_from" in self.given:
-            processed = rule_out_stops(processed, self.stop_ids, position < self.given["stop_from"], self.first)
+        if "stop_from" in self.inputs:
+            early = position < self.inputs["stop_from"]
+            processed = rule_out_stops(processed, self.inputs["stop_ids"], early, self.first)
         return sample(logits, processed, self.state, self.features, position, self.decode_mesh, exact=self.exact)
 
     def count(
@@ -109,12 +109,8 @@ class Sampler:
 
 
 def start_sampler(
-    words: UInt[Array, "slot 3"],
-    temperature: Float[Array, " slot"],
-    stop_ids: Int[Array, "slot stop_ids"],
-    given: Mapping[str, Array],
+    inputs: Mapping[str, Array],
     *,
-    active: Bool[Array, " slot"],
     more_filters: Sequence[str] = (),
     local_vocab: int,
     decode_mesh: DecodeMesh,
@@ -123,10 +119,7 @@ def start_sampler(
     """Compute what all steps of a launch share.
 
     Args:
-        words: The seed, prompt number and generation number of each slot.
-        stop_ids: The stop tokens of each slot, padded with -1.
-        given: The arrays of a `SamplingBatch`, this replica's entry alone.
-        active: Whether the slot has something to sample.
+        inputs: The arrays of a `DecodeBatch`, this replica's entry alone.
         more_filters: The names of the users' own filters, see `Capacity`.
         local_vocab: The number of tokens of this device's part of the vocabulary.
 
@@ -134,20 +127,20 @@ def start_sampler(
         The sampler, and the tokens that the slots have at the start of the launch, or None where there are no
         penalties.
     """
-    filters = {filter_.name: given[filter_.parameter] for filter_ in FILTERS if filter_.parameter in given}
-    filters |= {name: given["more_filters"][:, at] for at, name in enumerate(more_filters)}
-    state = SamplingState(words, temperature, filters)
+    active = inputs["remaining"] > 0
+    filters = {filter_.name: inputs[filter_.parameter] for filter_ in FILTERS if filter_.parameter in inputs}
+    filters |= {name: inputs["more_filters"][:, at] for at, name in enumerate(more_filters)}
+    state = SamplingState(inputs["draw"], inputs["temperature"], filters)
     first = first_id(local_vocab, decode_mesh)
     counts = None
-    if "history" in given:
-        counts = count_tokens(given["history"], given["prompt_length"], first, local_vocab)
+    if "history" in inputs:
+        counts = count_tokens(inputs["history"], inputs["prompt_length"], first, local_vocab)
     sampler = Sampler(
         state=state,
         features=active_features(state, active, decode_mesh),
-        given=given,
-        stop_ids=stop_ids,
-        bias=biases(given["bias_ids"], given["bias"], first, local_vocab) if "bias" in given else None,
-        allowed=allowed(given["allowed_ids"], first, local_vocab) if "allowed_ids" in given else None,
+        inputs=inputs,
+        bias=biases(inputs["bias_ids"], inputs["bias"], first, local_vocab) if "bias" in inputs else None,
+        allowed=allowed(inputs["allowed_ids"], first, local_vocab) if "allowed_ids" in inputs else None,
         first=first,
         decode_mesh=decode_mesh,
         exact=exact,

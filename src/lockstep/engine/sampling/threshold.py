@@ -23,6 +23,7 @@ from lockstep.engine.sampling.filters import (
     sum_limbs,
 )
 from lockstep.placement import DecodeMesh
+from lockstep.placement.device import platform_of
 
 _ALL, _LISTED = "filters", "shortlist"
 """The scopes of the conditions around all filters, and around those that a short list decides."""
@@ -58,9 +59,7 @@ def find_threshold(
 
     def filtered(scores: Array) -> TokenThreshold:
         slots, tensor = scores.shape[0], decode_mesh.tensor
-        # XLA makes a list by sorting on TPU, which takes longer to compile, and there a pass over the vocabulary costs
-        # little.
-        with_list = decode_mesh.mesh.devices.flat[0].platform != "tpu"
+        with_list = not platform_of(decode_mesh.mesh.devices.flat[0].platform).sorts_lists
         if tensor == 1:
             return _threshold(scores, parameters, features, with_list=with_list)
         share = -(-slots // tensor)

@@ -13,7 +13,7 @@ from lockstep.engine.sizing.result import Choice, Sizing, reasons
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.models.attention import describe_attention, max_page_table_rows
 from lockstep.models.attention.kv import describe_kept, shareable
-from lockstep.placement.device import Chip, calibrated, chip_of
+from lockstep.placement.device import Chip, calibrated, chip_of, platform_of
 from lockstep.printable import bytes_text
 from lockstep.types import Request
 
@@ -82,12 +82,12 @@ class Chooser:
         """The largest capacity of one layout, and its predicted time.
 
         Pages are no smaller than in ``demand``. They are larger where the configuration allows it and page tables need
-        it, or where devices of a TPU split them, which copy their part of a page at a time.
+        it, or where devices split them that copy their part of a page at a time.
         """
         old = before if before is not None and before.layout == model.layout else None
         if old is not None and self.config.page_size is None and old.sizes.page_size > demand.page_size:
             demand = Demand.of(self.requests, old.sizes.page_size)
-        if model.heads.context > 1 and model.device.platform == "tpu":
+        if model.heads.context > 1 and platform_of(model.device.platform).pages_one_by_one:
             demand = Demand.of(self.requests, larger_page_size(self.config, demand.page_size) or demand.page_size)
         desired, sizes = self._fit(model, demand, old, None)
         while sizes is not None and not tables_fit(sizes, rows := self._max_rows(model, sizes)):

@@ -25,6 +25,7 @@ from lockstep.models.attention.tpu import TpuAttention as TpuAttention
 from lockstep.models.attention.tpu_blocks import tpu_generation as tpu_generation
 from lockstep.models.attention.training import AttentionBackend as AttentionBackend
 from lockstep.models.attention.training import CausalAttention as CausalAttention
+from lockstep.models.attention.training import HeadArrays as HeadArrays
 from lockstep.models.attention.training import SplitPositions as SplitPositions
 from lockstep.models.attention.training import attention_products as attention_products
 from lockstep.models.attention.training import check_backend as check_backend

@@ -49,13 +49,9 @@ class Heads:
             return self
         own = dataclasses.replace(self.modifier, window=self._share(self.modifier.window))
         windows = None if self.windows is None else tuple(map(self._share, self.windows))
-        return Heads(
-            kv_heads=self.kv_heads,
-            group=self.group * self.context,
-            head_size=self.head_size,
-            modifier=own,
-            windows=windows,
-            value_size=self.value_size,
+        group = self.group * self.context
+        return dataclasses.replace(
+            self, group=group, modifier=own, windows=windows, sinks=False, context=1, context_axes=()
         )
 
     def _share(self, window: Any) -> Any:

@@ -26,7 +26,7 @@ from lockstep.models.attention.tpu_blocks import (
     tpu_generation,
 )
 from lockstep.models.attention.xla import XlaAttention
-from lockstep.placement.device import BYTE, FP8
+from lockstep.placement.device import BYTE, FP8, platform_of
 from lockstep.printable import get_logger
 
 logger = get_logger(__name__)
@@ -100,7 +100,9 @@ def select_attention(
         ConfigError: The TPU kernel cannot take the heads in this dtype.
     """
     if exact:
-        return ExactAttention(heads=heads, page_by_page=device.platform == "tpu", page_size=page_size)
+        return ExactAttention(
+            heads=heads, page_by_page=platform_of(device.platform).pages_one_by_one, page_size=page_size
+        )
     if heads.context > 1:
         own = select_attention(
             device, heads.at_own_positions, page_size=page_size // heads.context, dtype=dtype, kv_dtype=kv_dtype
@@ -135,7 +137,7 @@ def select_attention(
 
 
 def _xla_attention(device: jax.Device, heads: Heads) -> XlaAttention:
-    return XlaAttention(heads=heads, page_by_page=device.platform == "tpu")
+    return XlaAttention(heads=heads, page_by_page=platform_of(device.platform).pages_one_by_one)
 
 
 def _refusal(heads: Heads) -> str:

@@ -15,25 +15,16 @@ it is used here:
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from lockstep.models.attention.base import Heads
 from lockstep.models.attention.kv import PagedKv
 from lockstep.models.attention.page_ops import copy_pages_one_by_one
-from lockstep.models.attention.tpu_blocks import Blocks
-
-
-class Rows(NamedTuple):
-    """The rows of a launch as the kernel's sequences: consecutive rows of one prompt are one sequence."""
-
-    lengths: Int[Array, " row"]
-    page_table: Int[Array, "row page"]
-    q_starts: Int[Array, " row_and_one"]
-    num_sequences: Int[Array, " one"]
+from lockstep.models.attention.tpu_blocks import Blocks, Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,23 +149,22 @@ class TpuAttention:
         tokens, kv_heads, group, head = q.shape
         scale = None if pool.dtype == q.dtype else 1.0
         padded = _pad(q, 1, self.stored_kv_heads.kv_heads, 3, self.stored_kv_heads.head_size)
-        attend = ragged_paged_attention if sinks is None and not self.partial else partial_attention
-        attended = attend(
-            padded.reshape(tokens, -1, self.stored_kv_heads.head_size),
-            pool,
-            rows.lengths,
-            first_page + rows.page_table,
-            rows.q_starts,
-            rows.num_sequences,
-            sm_scale=head**-0.5,
-            sliding_window=window,
-            soft_cap=self.heads.modifier.soft_cap,
-            k_scale=scale,
-            v_scale=scale,
-            num_kv_pages_per_block=min(blocks.pages, rows.page_table.shape[1]),
-            num_queries_per_block=min(blocks.queries, tokens),
-            vmem_limit_bytes=blocks.vmem_limit,
-        )
+        padded = padded.reshape(tokens, -1, self.stored_kv_heads.head_size)
+        options: dict[str, Any] = {
+            "sm_scale": head**-0.5,
+            "sliding_window": window,
+            "soft_cap": self.heads.modifier.soft_cap,
+            "k_scale": scale,
+            "v_scale": scale,
+            "num_kv_pages_per_block": min(blocks.pages, rows.page_table.shape[1]),
+            "num_queries_per_block": min(blocks.queries, tokens),
+            "vmem_limit_bytes": blocks.vmem_limit,
+        }
+        rows = rows._replace(page_table=first_page + rows.page_table)
+        if sinks is None and not self.partial:
+            attended = ragged_paged_attention(padded, pool, *rows, **options)
+        else:
+            attended = partial_attention(padded, pool, rows, **options)
         by_head = jax.tree.map(lambda a: a.reshape(tokens, -1, group, *a.shape[2:])[:, :kv_heads], attended)
         if self.partial:
             return by_head._replace(out=by_head.out[..., :head])

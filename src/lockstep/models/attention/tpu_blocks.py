@@ -8,6 +8,9 @@ compiling.
 import dataclasses
 import functools
 import re
+from typing import NamedTuple
+
+from jaxtyping import Array, Int
 
 from lockstep.models.attention.tpu_block_table import BLOCKS, PAGE_SIZES, VMEM_LIMIT
 from lockstep.printable import get_logger
@@ -39,6 +42,15 @@ class Blocks:
     queries: int
     vmem_limit: int
     known: bool
+
+
+class Rows(NamedTuple):
+    """The rows of a launch as the kernel's sequences: consecutive rows of one prompt are one sequence."""
+
+    lengths: Int[Array, " row"]
+    page_table: Int[Array, "row page"]
+    q_starts: Int[Array, " row_and_one"]
+    num_sequences: Int[Array, " one"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from lockstep.models.attention.page_ops import to_pool
 from lockstep.models.attention.softmax import Partial
+from lockstep.models.attention.tpu_blocks import Rows
 
 NAME = "write_kv"
 """The name of the kernel that writes, in a compiled program."""
@@ -70,10 +71,7 @@ def write_entries(
 def partial_attention(
     q: Float[Array, "token q_head head"],
     pool: Num[Array, "pool_page page_size two_kv_heads head"],
-    lengths: Int[Array, " sequence"],
-    page_table: Int[Array, "sequence page"],
-    q_starts: Int[Array, " sequence_and_one"],
-    num_sequences: Int[Array, " one"],
+    rows: Rows,
     *,
     num_kv_pages_per_block: int,
     num_queries_per_block: int,
@@ -121,6 +119,6 @@ def partial_attention(
         ),
         out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32), sums],
         name="partial_attention",
-    )(lengths, page_table, q_starts, jnp.zeros(2, jnp.int32), num_sequences, q, pool)
+    )(*rows[:3], jnp.zeros(2, jnp.int32), rows.num_sequences, q, pool)
     lse = lse[..., 0].reshape(-1, blocks * queries, group)[:, :tokens].swapaxes(0, 1)
     return Partial(out, lse.reshape(tokens, q_heads))

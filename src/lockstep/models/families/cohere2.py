@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset, layer_types_to_hf, windows
+from lockstep.models.families.family import Family, layer_types_to_hf, preset, windows
 from lockstep.models.rope import RotaryConfig
 from lockstep.models.variant import Variant
 
@@ -54,14 +54,7 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _preset(hidden: int, mlp: int, layers: int, heads: int, *, context: int) -> ModelPreset:
-    config = Cohere2Config(
-        max_seq_len=context, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
-        num_kv_heads=8, rope=RotaryConfig(theta=5e4), variant=Cohere2Variant(logit_scale=0.25),
-    )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=256000)
-
-
+_COMMON: Final[Any] = {"rope": RotaryConfig(theta=5e4), "variant": Cohere2Variant(logit_scale=0.25), "vocab": 256000}
 FAMILY: Final = Family(
     architecture="Cohere2ForCausalLM",
     model_type="cohere2",
@@ -78,7 +71,7 @@ FAMILY: Final = Family(
     epsilon_key="layer_norm_eps",
     # Each checkpoint's config.json.
     presets={
-        "c4ai-command-r7b-12-2024": _preset(4096, 14336, 32, 32, context=132096),
-        "c4ai-command-a-03-2025": _preset(12288, 36864, 64, 96, context=131072),
+        "c4ai-command-r7b-12-2024": preset(Cohere2Config, (4096, 14336, 32, 32, 8), context=132096, **_COMMON),
+        "c4ai-command-a-03-2025": preset(Cohere2Config, (12288, 36864, 64, 96, 8), context=131072, **_COMMON),
     },
 )  # fmt: skip

@@ -9,7 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import glm4_moe, llama
-from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.family import Family, preset
 from lockstep.models.latent import Latent
 from lockstep.models.rope import RotaryConfig, YarnScaling, required, rope_from_hf, rope_to_hf
 from lockstep.models.variant import Variant
@@ -129,12 +129,9 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 
 
 _ATTENTION: Final = llama.LAYER + "self_attn."
-_V3: Final = ModelPreset(
-    config=DeepseekV3Config(
-        max_seq_len=163840, hidden_dim=7168, intermediate_dim=18432, num_layers=61, num_heads=128, num_kv_heads=128,
-        layer_norm_epsilon=1e-6, rope=RotaryConfig(yarn=YarnScaling(factor=40.0)),
-    ),
-    vocab_size=129280,
+_V3: Final = preset(
+    DeepseekV3Config, (7168, 18432, 61, 128, 128), context=163840, vocab=129280, layer_norm_epsilon=1e-6,
+    rope=RotaryConfig(yarn=YarnScaling(factor=40.0)),
 )  # fmt: skip
 
 FAMILY: Final = Family(

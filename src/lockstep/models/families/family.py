@@ -31,6 +31,22 @@ class ModelPreset:
     vocab_size: int  # number of rows of its embedding
 
 
+def preset(
+    kind: type[LlamaConfig], sizes: tuple[int, int, int, int, int], *, context: int, vocab: int, **fields: Any
+) -> ModelPreset:
+    """Return the preset of a checkpoint.
+
+    Args:
+        sizes: The widths of residual stream and MLP, and the numbers of layers, query heads and key/value heads.
+        context: The longest sequence in tokens.
+        vocab: The number of rows of the embedding.
+        fields: Other fields of the configuration.
+    """
+    names = ("hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads")
+    config = kind(max_seq_len=context, **dict(zip(names, sizes, strict=True)), **fields)
+    return ModelPreset(config=config, vocab_size=vocab)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """The particulars of a model family in transformers' checkpoints.

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset, layer_types_to_hf, windows
+from lockstep.models.families.family import Family, ModelPreset, layer_types_to_hf, preset, windows
 from lockstep.models.variant import Activation, Variant
 
 
@@ -86,11 +86,8 @@ def write(config: LlamaConfig) -> dict[str, Any]:
 
 def _preset(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, head: int, scalar: int) -> ModelPreset:
     variant = Gemma2Variant(attention_scale=None if scalar == head else scalar**-0.5)
-    config = Gemma2Config(
-        max_seq_len=8192, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=head, variant=variant,
-    )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=256000)
+    sizes = (hidden, mlp, layers, heads, kv_heads)
+    return preset(Gemma2Config, sizes, context=8192, vocab=256000, head_dim=head, variant=variant)
 
 
 FAMILY: Final = Family(

@@ -7,7 +7,7 @@ from typing import Any, Final
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import gemma2, llama
-from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.family import Family, preset
 from lockstep.models.rope import RotaryConfig, required, rope_from_hf, rope_to_hf
 
 
@@ -77,16 +77,11 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _preset(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, context: int = 131072, head: int = 256,
-            scalar: int = 256, window: int = 1024, factor: float = 8, vocab: int = 262208) -> ModelPreset:  # fmt: skip
-    scale = None if scalar == head else scalar**-0.5
-    config = Gemma3Config(
-        max_seq_len=context, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=head, rope=RotaryConfig(theta=1e6, linear_factor=factor),
-        variant=Gemma3Variant(attention_scale=scale, sliding_window=window),
-    )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=vocab)
-
+_LARGE: Final[Any] = {
+    "context": 131072,
+    "vocab": 262208,
+    "rope": RotaryConfig(theta=1e6, linear_factor=8.0),
+}
 
 FAMILY: Final = Family(
     architecture="Gemma3ForCausalLM",
@@ -99,9 +94,15 @@ FAMILY: Final = Family(
     activation_key="hidden_activation",
     # Table 1 of the paper; the rest is in each checkpoint's config.json.
     presets={
-        "gemma-3-1b": _preset(1152, 6912, 26, 4, 1, context=32768, window=512, factor=1.0, vocab=262144),
-        "gemma-3-4b": _preset(2560, 10240, 34, 8, 4),
-        "gemma-3-12b": _preset(3840, 15360, 48, 16, 8),
-        "gemma-3-27b": _preset(5376, 21504, 62, 32, 16, head=128, scalar=168),
+        "gemma-3-1b": preset(
+            Gemma3Config, (1152, 6912, 26, 4, 1), context=32768, vocab=262144,
+            variant=Gemma3Variant(sliding_window=512),
+        ),
+        "gemma-3-4b": preset(Gemma3Config, (2560, 10240, 34, 8, 4), **_LARGE),
+        "gemma-3-12b": preset(Gemma3Config, (3840, 15360, 48, 16, 8), **_LARGE),
+        "gemma-3-27b": preset(
+            Gemma3Config, (5376, 21504, 62, 32, 16), head_dim=128, variant=Gemma3Variant(attention_scale=168**-0.5),
+            **_LARGE,
+        ),
     },
-)
+)  # fmt: skip

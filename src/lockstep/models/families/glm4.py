@@ -5,7 +5,7 @@ from typing import Final
 
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama, phi3
-from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.family import Family, preset
 from lockstep.models.rope import RotaryConfig
 from lockstep.models.variant import Variant
 
@@ -52,11 +52,6 @@ FAMILY: Final = Family(
     write=lambda config: {"attention_bias": config.qkv_bias},
     # Its config.json.
     presets={
-        "glm-4-9b-0414": ModelPreset(
-            config=Glm4Config(
-                max_seq_len=32768, hidden_dim=4096, intermediate_dim=13696, num_layers=40, num_heads=32, num_kv_heads=2,
-            ),
-            vocab_size=151552,
-        )
+        "glm-4-9b-0414": preset(Glm4Config, (4096, 13696, 40, 32, 2), context=32768, vocab=151552),
     },
-)  # fmt: skip
+)

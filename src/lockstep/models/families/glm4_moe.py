@@ -8,7 +8,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family, ModelPreset, count_experts
+from lockstep.models.families.family import Family, ModelPreset, count_experts, preset
 from lockstep.models.families.qwen3_moe import EXPERT_TENSORS, MLP
 from lockstep.models.rope import RotaryConfig, required
 
@@ -94,12 +94,10 @@ def _preset(
         num_experts=experts, num_experts_per_tok=8, intermediate_dim=width, mlp_only_layers=tuple(range(dense)),
         shared_intermediate_dim=width, scoring="biased_sigmoid", routed_scaling_factor=scale, load_balancing_coef=0.0,
     )  # fmt: skip
-    config = Glm4MoeConfig(
-        max_seq_len=131072, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=96, num_kv_heads=8,
-        head_dim=128, qkv_bias=True, qk_norm=norm, rope=RotaryConfig(theta=1e6, partial_rotary_factor=0.5),
-        experts=mixture,
+    return preset(
+        Glm4MoeConfig, (hidden, mlp, layers, 96, 8), context=131072, vocab=151552, head_dim=128, qkv_bias=True,
+        qk_norm=norm, rope=RotaryConfig(theta=1e6, partial_rotary_factor=0.5), experts=mixture,
     )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=151552)
 
 
 BIASED_EXPERTS: Final = (

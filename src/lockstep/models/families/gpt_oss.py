@@ -8,7 +8,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset, count_experts, layer_types_to_hf, windows
+from lockstep.models.families.family import Family, ModelPreset, count_experts, layer_types_to_hf, preset, windows
 from lockstep.models.rope import RotaryConfig, YarnScaling, required, rope_from_hf, rope_to_hf
 from lockstep.models.variant import Activation, Variant
 
@@ -85,11 +85,8 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _preset(layers: int, experts: int) -> ModelPreset:
-    config = GptOssConfig(
-        max_seq_len=131072, hidden_dim=2880, intermediate_dim=2880, num_layers=layers, num_heads=64, num_kv_heads=8,
-        experts=Experts(num_experts=experts, num_experts_per_tok=4),
-    )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=201088)
+    mixture = Experts(num_experts=experts, num_experts_per_tok=4)
+    return preset(GptOssConfig, (2880, 2880, layers, 64, 8), context=131072, vocab=201088, experts=mixture)
 
 
 FAMILY: Final = Family(

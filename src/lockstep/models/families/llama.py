@@ -3,7 +3,7 @@
 from typing import Final
 
 from lockstep.models.config import LlamaConfig, ModelConfig
-from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.family import Family, ModelPreset, preset
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
 
 ModelConfig.register_subclass("llama", LlamaConfig)
@@ -27,11 +27,8 @@ TENSORS: Final = ATTENTION_TENSORS | {name: LAYER + f"mlp.{name}_proj.weight" fo
 def _preset(hidden: int, mlp: int, layers: int, heads: int, *, context: int, factor: float | None,
             tied: bool = False) -> ModelPreset:  # fmt: skip
     scaling = None if factor is None else Llama3Scaling(factor=factor)
-    config = LlamaConfig(
-        max_seq_len=context, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
-        num_kv_heads=8, tie_word_embeddings=tied, rope=RotaryConfig(theta=5e5, scaling=scaling),
-    )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=128256)
+    rope, sizes = RotaryConfig(theta=5e5, scaling=scaling), (hidden, mlp, layers, heads, 8)
+    return preset(LlamaConfig, sizes, context=context, vocab=128256, tie_word_embeddings=tied, rope=rope)
 
 
 FAMILY: Final = Family(

@@ -5,7 +5,7 @@ from typing import Final
 
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset, windows
+from lockstep.models.families.family import Family, preset, windows
 from lockstep.models.rope import RotaryConfig
 
 
@@ -29,12 +29,8 @@ FAMILY: Final = Family(
     read=lambda hf: windows(hf["sliding_window"], None),
     write=lambda config: {"sliding_window": config.variant.sliding_window},
     presets={
-        "mistral-7b-v0.3": ModelPreset(
-            config=MistralConfig(
-                max_seq_len=32768, hidden_dim=4096, intermediate_dim=14336, num_layers=32, num_heads=32,
-                num_kv_heads=8, rope=RotaryConfig(theta=1e6),
-            ),
-            vocab_size=32768,
+        "mistral-7b-v0.3": preset(
+            MistralConfig, (4096, 14336, 32, 32, 8), context=32768, vocab=32768, rope=RotaryConfig(theta=1e6)
         ),
     },
-)  # fmt: skip
+)

@@ -7,7 +7,7 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset, count_experts, windows
+from lockstep.models.families.family import Family, count_experts, preset, windows
 from lockstep.models.rope import RotaryConfig, required
 
 
@@ -69,12 +69,9 @@ FAMILY: Final = Family(
     read=_read,
     write=_write,
     presets={
-        "mixtral-8x7b-v0.1": ModelPreset(
-            config=MixtralConfig(
-                max_seq_len=32768, hidden_dim=4096, intermediate_dim=14336, num_layers=32, num_heads=32,
-                num_kv_heads=8, rope=RotaryConfig(theta=1e6), experts=Experts(load_balancing_coef=0.02),
-            ),
-            vocab_size=32000,
+        "mixtral-8x7b-v0.1": preset(
+            MixtralConfig, (4096, 14336, 32, 32, 8), context=32768, vocab=32000, rope=RotaryConfig(theta=1e6),
+            experts=Experts(load_balancing_coef=0.02),
         ),
     },
 )  # fmt: skip

@@ -1,11 +1,11 @@
 """OLMo 2 (https://arxiv.org/abs/2501.00656): norms after attention and MLP alone, and over all heads of q and k."""
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.family import Family, preset
 from lockstep.models.rope import RotaryConfig
 from lockstep.models.variant import Variant
 
@@ -36,14 +36,7 @@ _NORMS: Final = {
 }
 
 
-def _preset(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int) -> ModelPreset:
-    config = Olmo2Config(
-        max_seq_len=4096, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
-        num_kv_heads=kv_heads, rope=RotaryConfig(theta=5e5),
-    )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=100352)
-
-
+_COMMON: Final[Any] = {"context": 4096, "vocab": 100352, "rope": RotaryConfig(theta=5e5)}
 FAMILY: Final = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
@@ -54,9 +47,9 @@ FAMILY: Final = Family(
     write=lambda config: {"attention_bias": False},
     # Table 1 of the paper; the rest is in each checkpoint's config.json.
     presets={
-        "olmo-2-0425-1b": _preset(2048, 8192, 16, 16, 16),
-        "olmo-2-1124-7b": _preset(4096, 11008, 32, 32, 32),
-        "olmo-2-1124-13b": _preset(5120, 13824, 40, 40, 40),
-        "olmo-2-0325-32b": _preset(5120, 27648, 64, 40, 8),
+        "olmo-2-0425-1b": preset(Olmo2Config, (2048, 8192, 16, 16, 16), **_COMMON),
+        "olmo-2-1124-7b": preset(Olmo2Config, (4096, 11008, 32, 32, 32), **_COMMON),
+        "olmo-2-1124-13b": preset(Olmo2Config, (5120, 13824, 40, 40, 40), **_COMMON),
+        "olmo-2-0325-32b": preset(Olmo2Config, (5120, 27648, 64, 40, 8), **_COMMON),
     },
 )

@@ -5,7 +5,7 @@ from typing import Final
 
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset, windows
+from lockstep.models.families.family import Family, preset, windows
 from lockstep.models.rope import RotaryConfig
 
 
@@ -27,12 +27,8 @@ FAMILY: Final = Family(
     write=lambda config: {"sliding_window": config.variant.sliding_window, "attention_bias": False},
     # The paper, section 3; the rest is in the checkpoint's config.json.
     presets={
-        "phi-4": ModelPreset(
-            config=Phi3Config(
-                max_seq_len=16384, hidden_dim=5120, intermediate_dim=17920, num_layers=40, num_heads=40,
-                num_kv_heads=10, rope=RotaryConfig(theta=250000.0),
-            ),
-            vocab_size=100352,
+        "phi-4": preset(
+            Phi3Config, (5120, 17920, 40, 40, 10), context=16384, vocab=100352, rope=RotaryConfig(theta=250000.0)
         ),
     },
-)  # fmt: skip
+)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset, layer_types_to_hf, windows
+from lockstep.models.families.family import Family, ModelPreset, layer_types_to_hf, preset, windows
 from lockstep.models.rope import RotaryConfig
 
 
@@ -48,11 +48,8 @@ WINDOW_DEFAULTS: Final = {"use_sliding_window": False, "sliding_window": 4096, "
 
 
 def _preset(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, tied: bool, vocab: int) -> ModelPreset:
-    config = Qwen2Config(
-        max_seq_len=32768, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
-        num_kv_heads=kv_heads, tie_word_embeddings=tied, rope=RotaryConfig(theta=1e6),
-    )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=vocab)
+    rope, sizes = RotaryConfig(theta=1e6), (hidden, mlp, layers, heads, kv_heads)
+    return preset(Qwen2Config, sizes, context=32768, vocab=vocab, tie_word_embeddings=tied, rope=rope)
 
 
 FAMILY: Final = Family(

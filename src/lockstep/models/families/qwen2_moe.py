@@ -7,9 +7,9 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import qwen2
-from lockstep.models.families.family import Family, ModelPreset, windows
+from lockstep.models.families.family import Family, preset, windows
 from lockstep.models.families.qwen3_moe import EXPERT_DEFAULTS, EXPERT_TENSORS, MLP, read_experts, write_experts
-from lockstep.models.rope import RotaryConfig, required
+from lockstep.models.rope import RotaryConfig
 
 
 @ModelConfig.register_subclass("qwen2_moe")
@@ -33,13 +33,9 @@ class Qwen2MoeConfig(qwen2.Qwen2Config):
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     layers, most = range(hf["num_hidden_layers"]), hf["max_window_layers"]
     types = ["sliding_attention" if layer < most and layer % 2 == 0 else "full_attention" for layer in layers]
-    experts = dataclasses.replace(
-        read_experts(hf),
-        shared_intermediate_dim=required(hf, "shared_expert_intermediate_size"),
-        shared_router=True,
-    )
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
-    return {"qkv_bias": hf["qkv_bias"], "experts": experts, **windows(window, hf.get("layer_types") or types)}
+    slides = windows(window, hf.get("layer_types") or types)
+    return {"qkv_bias": hf["qkv_bias"], "experts": read_experts(hf, shared=True), **slides}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
@@ -66,12 +62,8 @@ FAMILY: Final = Family(
     write=_write,
     # Table 1 of the paper; the rest is in the checkpoint's config.json.
     presets={
-        "qwen2-57b-a14b": ModelPreset(
-            config=Qwen2MoeConfig(
-                max_seq_len=131072, hidden_dim=3584, intermediate_dim=18944, num_layers=28, num_heads=28,
-                num_kv_heads=4, rope=RotaryConfig(theta=1e6),
-            ),
-            vocab_size=151936,
+        "qwen2-57b-a14b": preset(
+            Qwen2MoeConfig, (3584, 18944, 28, 28, 4), context=131072, vocab=151936, rope=RotaryConfig(theta=1e6)
         ),
     },
-)  # fmt: skip
+)

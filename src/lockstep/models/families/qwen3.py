@@ -1,11 +1,11 @@
 """Qwen3 (https://arxiv.org/abs/2505.09388): a Llama with an RMSNorm on each query and key head."""
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.family import Family, preset
 from lockstep.models.families.qwen2 import WINDOW_DEFAULTS, read_windows, write_windows
 from lockstep.models.rope import RotaryConfig
 
@@ -24,6 +24,9 @@ class Qwen3Config(LlamaConfig):
     layer_norm_epsilon: float = 1e-6
 
 
+COMMON: Final[Any] = {"context": 40960, "vocab": 151936, "rope": RotaryConfig(theta=1e6)}
+"""The values that all checkpoints of Qwen3 have."""
+
 FAMILY: Final = Family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
@@ -34,19 +37,7 @@ FAMILY: Final = Family(
     write=lambda config: {"attention_bias": False, **write_windows(config)},
     # Table 1 of the paper; the rest is in the checkpoint's config.json.
     presets={
-        "qwen3-8b": ModelPreset(
-            config=Qwen3Config(
-                max_seq_len=40960, hidden_dim=4096, intermediate_dim=12288, num_layers=36, num_heads=32,
-                num_kv_heads=8, rope=RotaryConfig(theta=1e6),
-            ),
-            vocab_size=151936,
-        ),
-        "qwen3-32b": ModelPreset(
-            config=Qwen3Config(
-                max_seq_len=40960, hidden_dim=5120, intermediate_dim=25600, num_layers=64, num_heads=64,
-                num_kv_heads=8, head_dim=128, rope=RotaryConfig(theta=1e6),
-            ),
-            vocab_size=151936,
-        ),
+        "qwen3-8b": preset(Qwen3Config, (4096, 12288, 36, 32, 8), **COMMON),
+        "qwen3-32b": preset(Qwen3Config, (5120, 25600, 64, 64, 8), head_dim=128, **COMMON),
     },
-)  # fmt: skip
+)

@@ -7,9 +7,9 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family, ModelPreset, count_experts, windows
+from lockstep.models.families.family import Family, ModelPreset, count_experts, preset, windows
 from lockstep.models.families.qwen2 import WINDOW_DEFAULTS
-from lockstep.models.rope import RotaryConfig, required
+from lockstep.models.rope import required
 
 
 @ModelConfig.register_subclass("qwen3_moe")
@@ -30,8 +30,12 @@ class Qwen3MoeConfig(qwen3.Qwen3Config):
 MLP: Final = llama.LAYER + "mlp."
 
 
-def read_experts(hf: Mapping[str, Any]) -> Experts:
-    """The experts of Qwen2-MoE and Qwen3-MoE, which are in every ``decoder_sparse_step``-th layer but some."""
+def read_experts(hf: Mapping[str, Any], *, shared: bool = False) -> Experts:
+    """The experts of Qwen2-MoE and Qwen3-MoE, which are in every ``decoder_sparse_step``-th layer but some.
+
+    Args:
+        shared: Whether there is a shared expert too, as in Qwen2-MoE and Qwen3-Next.
+    """
     step, only = hf["decoder_sparse_step"], set(hf["mlp_only_layers"] or ())
     layers = range(required(hf, "num_hidden_layers"))
     return Experts(
@@ -39,6 +43,8 @@ def read_experts(hf: Mapping[str, Any]) -> Experts:
         num_experts_per_tok=required(hf, "num_experts_per_tok"),
         intermediate_dim=required(hf, "moe_intermediate_size"),
         mlp_only_layers=tuple(layer for layer in layers if layer in only or (layer + 1) % step),
+        shared_intermediate_dim=required(hf, "shared_expert_intermediate_size") if shared else None,
+        shared_router=shared,
         norm_topk_prob=hf["norm_topk_prob"],
         load_balancing_coef=hf["router_aux_loss_coef"],
     )
@@ -83,12 +89,8 @@ EXPERT_DEFAULTS: Final = {
 
 
 def _preset(hidden: int, layers: int, heads: int, mlp: int, width: int) -> ModelPreset:
-    config = Qwen3MoeConfig(
-        max_seq_len=40960, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
-        num_kv_heads=4, head_dim=128, rope=RotaryConfig(theta=1e6),
-        experts=Experts(num_experts=128, num_experts_per_tok=8, intermediate_dim=width),
-    )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=151936)
+    mixture = Experts(num_experts=128, num_experts_per_tok=8, intermediate_dim=width)
+    return preset(Qwen3MoeConfig, (hidden, mlp, layers, heads, 4), head_dim=128, experts=mixture, **qwen3.COMMON)
 
 
 FAMILY: Final = Family(

@@ -9,7 +9,7 @@ from lockstep.models.config import LlamaConfig, ModelConfig, every_nth_full
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.family import Family, preset
 from lockstep.models.families.qwen2_moe import SHARED_TENSORS
 from lockstep.models.families.qwen3_moe import EXPERT_DEFAULTS, EXPERT_TENSORS, read_experts, write_experts
 from lockstep.models.rope import RotaryConfig, required
@@ -75,17 +75,12 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"the checkpoint's config.json has layer_types {unknown}; a layer of Qwen3-Next has linear_attention or "
             "full_attention. Correct it."
         )
-    experts = dataclasses.replace(
-        read_experts(hf),
-        shared_intermediate_dim=required(hf, "shared_expert_intermediate_size"),
-        shared_router=True,
-    )
     linear = "linear_attention" in types
     return {
         "qk_norm": True,
         "layer_types": types if linear and types != usual else None,
         "linear_attention": LinearAttention(**{ours: hf[key] for ours, key in _KEYS.items()}) if linear else None,
-        "experts": experts,
+        "experts": read_experts(hf, shared=True),
     }
 
 
@@ -124,12 +119,6 @@ FAMILY: Final = Family(
     write=_write,
     # The config.json of the checkpoint.
     presets={
-        "qwen3-next-80b-a3b": ModelPreset(
-            config=Qwen3NextConfig(
-                max_seq_len=262144, hidden_dim=2048, intermediate_dim=5120, num_layers=48, num_heads=16,
-                num_kv_heads=2,
-            ),
-            vocab_size=151936,
-        ),
+        "qwen3-next-80b-a3b": preset(Qwen3NextConfig, (2048, 5120, 48, 16, 2), context=262144, vocab=151936),
     },
 )  # fmt: skip

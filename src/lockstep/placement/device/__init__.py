@@ -39,8 +39,11 @@ from lockstep.placement.device.memory import peak_bytes as peak_bytes
 from lockstep.placement.device.memory import program_bytes as program_bytes
 from lockstep.placement.device.memory import raw_stats as raw_stats
 from lockstep.placement.device.memory import used_bytes as used_bytes
+from lockstep.placement.device.platforms import Platform as Platform
+from lockstep.placement.device.platforms import platform_of as platform_of
 from lockstep.placement.device.program import AroundLaunch as AroundLaunch
 from lockstep.placement.device.program import Compilation as Compilation
+from lockstep.placement.device.program import Compiler as Compiler
 from lockstep.placement.device.program import Program as Program
 from lockstep.placement.device.program import auto_axes as auto_axes
 from lockstep.placement.device.program import compile_program as compile_program

@@ -70,6 +70,22 @@ class Program:
         return str(self._compiled.as_text())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """A compiler, with what it is told of a program.
+
+    Args:
+        compile_with: The compiler; one whose programs are never launched may return analyses alone.
+        options: Options of XLA; a compiler that does not know one of them gets none.
+        ordered: Whether data dependences order the collectives. Where not, a job of several processes on CPU compiles
+            without the compilation cache, see `without_cache`.
+    """
+
+    compile_with: Compile = compile_lowered
+    options: Mapping[str, str] = MappingProxyType({})
+    ordered: bool = True
+
+
 def compile_program(
     name: str,
     function: Callable[..., Any],
@@ -79,9 +95,7 @@ def compile_program(
     ledger: Ledger,
     donate: tuple[int, ...] = (),
     out_shardings: Any = None,
-    compiler_options: Mapping[str, str] = MappingProxyType({}),
-    compile_with: Compile = compile_lowered,
-    ordered: bool = True,
+    compiler: Compiler = Compiler(),
 ) -> Program:
     """Traces, lowers and compiles ``function`` for ``arguments``; launches nothing and talks to no other host.
 
@@ -91,10 +105,6 @@ def compile_program(
         mesh: The mesh that is set while tracing, whatever context the caller runs in.
         donate: The positions of arguments that the program may overwrite.
         out_shardings: The shardings of the outputs; None leaves them to the compiler.
-        compiler_options: Options of XLA for this program; a compiler that does not know one of them gets none.
-        compile_with: The compiler; one that is never launched may return analyses alone.
-        ordered: Whether data dependences order its collectives. Where not, a job of several processes on CPU compiles
-            it without the compilation cache, see `without_cache`.
 
     Raises:
         CompilerError: The compiler refused the program; the message names it and says what to change.
@@ -113,8 +123,8 @@ def compile_program(
         with jax.set_mesh(mesh):
             with without_directories():
                 lowered = jax.jit(traced, donate_argnums=donate, **options).lower(*arguments)
-            with contextlib.nullcontext() if ordered or not _is_simulated_pod(mesh) else without_cache():
-                compiled = compile_with(lowered, name, compiler_options)
+            with contextlib.nullcontext() if compiler.ordered or not _is_simulated_pod(mesh) else without_cache():
+                compiled = compiler.compile_with(lowered, name, compiler.options)
     except Exception as error:
         raise explain(name, dict(mesh.shape), error) from error
     shapes = tuple(_shape_text(argument) for argument in arguments)
@@ -123,7 +133,7 @@ def compile_program(
     digests = {
         f"{name}: StableHLO": digest(lowered.as_text()),
         f"{name}: devices and options": digest(
-            _devices(mesh), repr(donate), *map(repr, [*compiler_options.items(), *environment().items()])
+            _devices(mesh), repr(donate), *map(repr, [*compiler.options.items(), *environment().items()])
         ),
         f"{name}: optimised HLO{MAY_DIFFER}": digest(without_source_locations(optimised or "")),
     }

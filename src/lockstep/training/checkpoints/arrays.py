@@ -68,14 +68,14 @@ def merge_arrays(directory: "epath.Path") -> str:
 
 
 def read_arrays(
-    directory: "epath.Path", structs: Mapping[str, jax.ShapeDtypeStruct], tree_digest: str | None
+    directory: "epath.Path", structs: Mapping[str, jax.ShapeDtypeStruct], tree_digest: str
 ) -> dict[str, Array]:
     """Read arrays into the shardings of this run, whatever those of the run that wrote them; launches nothing.
 
     Each process reads only what its own devices hold.
 
     Args:
-        tree_digest: What `merge_arrays` returned; None for a checkpoint without checksums.
+        tree_digest: What `merge_arrays` returned.
     """
     import orbax.checkpoint as ocp
 
@@ -86,11 +86,11 @@ def read_arrays(
         for name, struct in structs.items()
     }
     args = ocp.args.PyTreeRestore(item=dict.fromkeys(structs, 0), restore_args=restore_args, partial_restore=True)
-    store = _Store(directory, checked=tree_digest is not None)
+    store = _Store(directory)
     with damage_named(directory):
         for opening in [store.open(name) for name in structs]:
             _check_chunks(opening.result(), directory)
-        if tree_digest not in (None, hashlib.sha256(read_file(directory / TREE)).hexdigest()):
+        if tree_digest != hashlib.sha256(read_file(directory / TREE)).hexdigest():
             raise DamagedCheckpointError(f"{directory / TREE} is damaged: its SHA-256 is not that of its writing")
         read: dict[str, Array] = handler().restore(directory, args=args)
     return read
@@ -99,10 +99,10 @@ def read_arrays(
 class _Store:
     """The store of a checkpoint's arrays."""
 
-    def __init__(self, directory: "epath.Path", *, checked: bool) -> None:
+    def __init__(self, directory: "epath.Path") -> None:
         import tensorstore
 
-        self._directory, self._driver = directory, "zarr3" if checked else "zarr"
+        self._directory = directory
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
     def open(self, name: str) -> Any:
@@ -111,7 +111,7 @@ class _Store:
 
         # https://google.github.io/tensorstore/kvstore/ocdbt: where orbax puts its zarr arrays.
         store = {"driver": "ocdbt", "base": f"{_url(self._directory)}/", "path": f"{name}/"}
-        spec = {"driver": self._driver, "kvstore": store, "fill_missing_data_reads": False}
+        spec = {"driver": "zarr3", "kvstore": store, "fill_missing_data_reads": False}
         return tensorstore.open(spec, read=True, context=self._context)
 
 
@@ -127,14 +127,10 @@ def _check_chunks(array: Any, directory: "epath.Path") -> None:
 
 
 class ArrayReader:
-    """Reads parts of the arrays of a checkpoint to this host's memory, without any device. Threads may share it.
+    """Reads parts of the arrays of a checkpoint to this host's memory, without any device. Threads may share it."""
 
-    Args:
-        checked: Whether chunks have checksums, which checkpoints of format 1 have not.
-    """
-
-    def __init__(self, directory: "epath.Path", *, checked: bool) -> None:
-        self._directory, self._store = directory, _Store(directory, checked=checked)
+    def __init__(self, directory: "epath.Path") -> None:
+        self._directory, self._store = directory, _Store(directory)
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, index: tuple[int | slice, ...]) -> np.ndarray:

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
+import safetensors.numpy
 from jaxtyping import PyTree
+from safetensors import SafetensorError
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
 from lockstep.json_text import parse_json, refused, typed
-from lockstep.limits import check_size, read_small
+from lockstep.limits import FILE_BYTES, HOOK_BYTES, check_size, read_small
 from lockstep.printable import get_logger
+from lockstep.training.checkpoints.hook_states import with_arrays, without_arrays
 from lockstep.urls import check_bare_name, checkpoint_path
 
 if TYPE_CHECKING:
@@ -27,7 +31,7 @@ log = get_logger(__name__)
 
 METADATA = "metadata.json"  # the file that makes a directory a checkpoint; it is written last
 
-FORMAT = 2  # the version of the layout of a checkpoint; 1 had no checksums
+FORMAT = 3  # the version of the layout of a checkpoint; 2 had arrays of hooks as base64, which no hook reads any more
 
 
 class DamagedCheckpointError(ConfigError):
@@ -44,20 +48,15 @@ class CheckpointMetadata:
     shapes: Mapping[str, str]  # the type and the global shape of each array by its name, such as `float32[8,16]`
     facts: Mapping[str, str]  # facts that must be equal in a run that goes on from here, by name
     config: Mapping[str, Any]  # the configuration of the run
-    hooks: Mapping[str, Any]  # the states of the hooks by their names
+    hooks: Mapping[str, Any]  # the states of the hooks by their names; as read, with names in place of arrays
     hooks_called: bool  # whether the hooks had been called for this step
     model: Mapping[str, Any] | None = None  # the result of `model_spec`; None where the run did not say
-
-    tree_digest: str | None = None
-    """The result of `merge_arrays`; None in a checkpoint of format 1, of which nothing can be verified."""
+    hook_arrays: str | None = None  # the file of the arrays in the states of hooks; None without any
+    tree_digest: str = ""  # the result of `merge_arrays`
 
     def to_json(self) -> str:
         """Return the metadata as JSON text, with a digest of itself."""
-        values = dataclasses.asdict(self)
-        if self.tree_digest is None:
-            del values["tree_digest"]
-            return json.dumps({"format": 1, **values}, indent=1)
-        return _sealed({"format": FORMAT, **values})
+        return _sealed({"format": FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> "CheckpointMetadata":
@@ -70,15 +69,16 @@ class CheckpointMetadata:
         fix = "Bring the file back from a copy."
         values = parse_json(text, METADATA, dict, fix, DamagedCheckpointError)
         with refused(METADATA, fix, DamagedCheckpointError):
-            sealed = values.pop("digest", None) is not None
-            version = values.pop("format")
-            if (not sealed and version != 1) or (sealed and _sealed({"format": version, **values}) != text):
+            version = values.get("format")
+            if values.pop("digest") is None or _sealed(values) != text:
                 raise ValueError("its digest is another one")
-            if version in (1, FORMAT):
+            if values.pop("format") in (2, FORMAT):
                 check_bare_name(values["arrays"], METADATA)
+                if (file := values.get("hook_arrays")) is not None:
+                    check_bare_name(file, METADATA)
                 return typed(cls, values)
         raise ConfigError(
-            f"this version of lockstep reads checkpoints of formats 1 and {FORMAT}, and this one is of format "
+            f"this version of lockstep reads checkpoints of formats 2 and {FORMAT}, and this one is of format "
             f"{version}. Go on with the version that wrote it, or start a new trainer.run_id."
         )
 
@@ -117,12 +117,27 @@ class CheckpointDirectory:
         """
         file = self.of(step) / METADATA
         try:
-            metadata = CheckpointMetadata.from_json(read_file(file).decode())
+            return CheckpointMetadata.from_json(read_file(file).decode())
         except (DamagedCheckpointError, UnicodeDecodeError) as error:
             raise DamagedCheckpointError(f"{file} is damaged: {error}") from error
-        if metadata.tree_digest is None:
-            log.warning("%s is of a version that stored no checksums: a damaged file would not be found", self.of(step))
-        return metadata
+
+    def hooks(self, metadata: CheckpointMetadata) -> Mapping[str, Any]:
+        """Read the states of the hooks of a checkpoint, with their arrays.
+
+        Raises:
+            DamagedCheckpointError: The file of the arrays is not as it was written, or not there.
+        """
+        if metadata.hook_arrays is None:
+            return metadata.hooks
+        file = self.of(metadata.step) / metadata.hook_arrays
+        try:
+            data = read_file(file, HOOK_BYTES)
+            if _hooks_file(data) != metadata.hook_arrays:
+                raise ValueError("its SHA-256 is not that in its name")
+            states: Mapping[str, Any] = with_arrays(metadata.hooks, safetensors.numpy.load(data))
+        except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+            raise DamagedCheckpointError(f"{file} is damaged: {error}") from error
+        return states
 
     def of(self, step: int) -> "epath.Path":
         """Return the directory of a checkpoint, as `place` does."""
@@ -147,8 +162,24 @@ class CheckpointDirectory:
         return name
 
     def commit(self, metadata: CheckpointMetadata) -> None:
-        """Make a checkpoint of what has been written."""
-        self.write_whole(self.of(metadata.step) / METADATA, metadata.to_json().encode())
+        """Make a checkpoint of what has been written, and of the states of hooks.
+
+        Raises:
+            ConfigError: The arrays of hooks take more than is read.
+        """
+        arrays: dict[str, np.ndarray] = {}
+        states, file = without_arrays(metadata.hooks, arrays), None
+        if (size := sum(array.nbytes for array in arrays.values())) > HOOK_BYTES:
+            raise ConfigError(
+                f"the answers of rollouts that a checkpoint keeps take {size:,} bytes; at most {HOOK_BYTES:,} are "
+                "read. Set rollout_ahead to 0, or checkpointer.every to a multiple of the updates of a rollout."
+            )
+        if arrays:
+            data = safetensors.numpy.save(arrays)
+            file = _hooks_file(data)
+            self.write_whole(self.of(metadata.step) / file, data)
+        written = dataclasses.replace(metadata, hooks=states, hook_arrays=file)
+        self.write_whole(self.of(metadata.step) / METADATA, written.to_json().encode())
 
     def write_whole(self, target: "epath.Path", data: bytes) -> None:
         """Write a file that appears as a whole."""
@@ -199,12 +230,17 @@ def is_there(path: "epath.Path") -> bool:
     return True
 
 
-def read_file(path: "epath.Path") -> bytes:
-    """The content of a small file on a disk or in a bucket, as `lockstep.limits.read_small`."""
+def _hooks_file(data: bytes) -> str:
+    """The name of the file of hooks' arrays."""
+    return f"hooks-{hashlib.sha256(data).hexdigest()}.safetensors"
+
+
+def read_file(path: "epath.Path", limit: int = FILE_BYTES) -> bytes:
+    """The content of a file on a disk or in a bucket, as `lockstep.limits.read_small`."""
     text = os.fspath(path)
     if "://" not in text:
-        return read_small(text)
-    check_size(path.stat().length, text)
+        return read_small(text, limit)
+    check_size(path.stat().length, text, limit)
     return path.read_bytes()
 
 

@@ -96,24 +96,32 @@ class Checkpointer:
         """
         return self._search.find(self._hosts, resume)
 
-    def restore(self, metadata: CheckpointMetadata, structs: TrainState) -> TrainState | None:
+    def restore(
+        self, metadata: CheckpointMetadata, structs: TrainState
+    ) -> tuple[TrainState, CheckpointMetadata] | None:
         """Read a checkpoint into this run's shardings, each host only what its devices hold. Launches nothing.
 
         Returns:
-            The state; None on every host where what one of them reads is damaged: `find` then returns an older one.
+            The state, and the metadata with the arrays of hooks; None on every host where what one of them reads is
+            damaged: `find` then returns an older one.
 
         Raises:
             PeerError: The checkpoint does not fit this run, or a host cannot read it.
         """
-        directory, read = self.directory.of(metadata.step), {}
+        directory, read, hooks = self.directory.of(metadata.step), dict[str, Any](), metadata.hooks
         doing = f"reading the checkpoint {directory}"
         with self._hosts.run_on_all("reading the checkpoint", doing) as phase:
             named = named_arrays(structs)
             check_fits(directory, metadata, self._facts, shape_texts(named))
+
+            def read_all() -> tuple[dict[str, Any], Mapping[str, Any]]:
+                arrays = read_arrays(directory / metadata.arrays, named, metadata.tree_digest)
+                return arrays, self.directory.hooks(metadata)
+
             try:
-                read = call_storage(
+                read, hooks = call_storage(
                     doing,
-                    lambda: read_arrays(directory / metadata.arrays, named, metadata.tree_digest),
+                    read_all,
                     0.8 * self._hosts.timeout_s,
                     answers=lambda: answers(self.directory.path / SHARED_BY, ANSWER_S),
                 )
@@ -127,7 +135,8 @@ class Checkpointer:
                 log.warning("the run goes on with another configuration than at step %d: %s", metadata.step, line)
             log.info("the run goes on from step %d: %s", metadata.step, directory)
         self.last_step, self._unfinished = metadata.step, None if metadata.hooks_called else metadata
-        return jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
+        state = jax.tree.unflatten(jax.tree.structure(structs), [read[name] for name in named])
+        return state, dataclasses.replace(metadata, hooks=hooks)
 
     def save(
         self,
@@ -239,12 +248,9 @@ class Checkpointer:
 
     def _say_late(self, save: Save) -> None:
         if self._hosts.is_leader:
-            log.warning(
-                "training goes on without another checkpoint: %s, is not complete after %.0f s. Raise "
-                "checkpointer.every if that is the time a save takes",
-                save,
-                save.seconds,
-            )
+            fix = "Raise checkpointer.every if that is the time a save takes"
+            not_complete = f"{save}, is not complete after {save.seconds:.0f} s"
+            log.warning("training goes on without another checkpoint: %s. %s", not_complete, fix)
 
     def save_after_signal(self, state: TrainState, *, step: int, **values: Any) -> None:
         """`save` after SIGTERM, unless one that was under way then is complete and no time for another is left."""

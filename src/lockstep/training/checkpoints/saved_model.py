@@ -251,7 +251,7 @@ class SavedModel:
         return self.directory.of(self.metadata.step) / self.metadata.arrays
 
     def _array_reader(self) -> ArrayReader:
-        return ArrayReader(self._arrays, checked=self.metadata.tree_digest is not None)
+        return ArrayReader(self._arrays)
 
     def pair_reader(self) -> ReadPair:
         """Return a function that reads the factors of a layer's adapter, in float32, to this host's memory."""

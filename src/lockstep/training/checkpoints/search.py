@@ -141,12 +141,12 @@ def check_fits(
     """Refuse a checkpoint of another run.
 
     Args:
-    directory: Where it is.
-    facts: The facts of this run.
-    shapes: The type and shape of its arrays, by name.
+        directory: Where it is.
+        facts: The facts of this run.
+        shapes: The type and shape of its arrays, by name.
 
     Raises:
-    ConfigError: It differs; the message has the first differences.
+        ConfigError: It differs; the message has the first differences.
     """
     wrong = [f"{line} (now)" for line in changes(metadata.facts, facts)]
     wrong += [f"array {line} (now)" for line in changes(metadata.shapes, shapes)]

@@ -17,7 +17,7 @@ from lockstep.report import JsonlTrackerConfig, TrackerConfig
 from lockstep.training.checkpoints.config import CheckpointerConfig
 from lockstep.training.loop.profiler import ProfilerConfig
 from lockstep.training.loop.stopping import LossSpikeConfig
-from lockstep.training.step.train_state import Precision, parse_precision
+from lockstep.training.step.train_state import Precision, StepSettings, parse_precision
 
 PACKED_PARTS: Final = 8
 """Microbatches that packed rows are divided into where a device could compute all of its rows at once: with more, less
@@ -131,6 +131,16 @@ class TrainerConfig:
     def precision(self) -> Precision:
         """The float types that ``mp`` names."""
         return parse_precision(self.mp)
+
+    @property
+    def step_settings(self) -> StepSettings:
+        """The settings that are part of the program of the train step."""
+        return StepSettings(
+            precision=self.precision,
+            repeats=self.pipeline_repeats,
+            skip_bad=self.on_nan != "raise",
+            reduce_dtype=self.reduce_dtype,
+        )
 
     @property
     def reduce_dtype(self) -> jnp.dtype | None:

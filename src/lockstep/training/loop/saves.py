@@ -1,6 +1,7 @@
 """When a training loop saves, and how it goes on from a checkpoint."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -158,35 +159,46 @@ class Saves:
         save(changing, step=info.next_step, loss=info.loss, hooks=hooks, hooks_called=hooks_called)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The directory of a run, and what its checkpoints say of it.
+
+    Example:
+        >>> lockstep.training.RunRecord(directory="runs/my-run", facts={"training data": "version 3"}).config
+        {}
+    """
+
+    directory: str | os.PathLike[str] | None = None
+    """The run directory, which a relative ``checkpointer.base_path`` is below; None: ``log_dir/run_id``."""
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The facts that a run must have in common with a checkpoint to go on from it, such as a digest of its data, by
+    name; seed, batch size and the shapes of all arrays are compared anyway."""
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The configuration of the run as JSON values: what has changed in it at a resume is logged."""
+    model: Mapping[str, Any] | None = None
+    """The model as `lockstep.training.model_spec` returns it, for ``lockstep export`` and ``lockstep sample``; None:
+    only this program can read its checkpoints."""
+
+
 def make_checkpointer(
-    config: TrainerConfig,
-    run_dir: str | os.PathLike[str] | None,
-    hosts: Hosts,
-    *,
-    facts: Mapping[str, str],
-    run_config: Mapping[str, Any],
-    model_spec: Mapping[str, Any] | None,
-    reported: Callable[[], bool],
+    config: TrainerConfig, run: RunRecord, hosts: Hosts, *, reported: Callable[[], bool]
 ) -> Checkpointer | None:
     """Make the checkpointer that a configuration asks for; None where there are no checkpoints.
-
-    Args:
-        facts: What a run must have in common with a checkpoint to go on from it, beside seed and batch size.
 
     Raises:
         ConfigError: There is no run directory.
     """
     if config.checkpointer is None:
         return None
-    run_dir = directory_of_run(config, run_dir, "trainer.checkpointer is set, and a later start must find it")
+    run_dir = directory_of_run(config, run.directory, "trainer.checkpointer is set, and a later start must find it")
     return Checkpointer(
         config.checkpointer,
         config.checkpointer.path(run_dir, run_dir.name),
         hosts,
-        facts={"seed": str(config.seed), "train_batch_size": str(config.train_batch_size), **facts},
-        run_config=run_config,
+        facts={"seed": str(config.seed), "train_batch_size": str(config.train_batch_size), **run.facts},
+        run_config=run.config,
         reported=reported,
-        model=model_spec,
+        model=run.model,
     )
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import Hook, Hooks, StepInfo
 from lockstep.training.loop.logprobs import ReferenceLogprobs
 from lockstep.training.loop.profiler import Profiler
-from lockstep.training.loop.saves import Saves, directory_of_run, make_checkpointer
+from lockstep.training.loop.saves import RunRecord, Saves, directory_of_run, make_checkpointer
 from lockstep.training.loop.step_log import Meter, StepLog
 from lockstep.training.loop.stopping import LossWatch, StopRequest, TrainResult
 from lockstep.training.objectives.logprobs import LossFn
@@ -52,12 +52,7 @@ class Trainer:
         tracker: The tracker that metrics go to; used by the leader alone, from a thread of its own behind a bounded
             queue, so that it may be slow. It stays the caller's to finish. A `BackgroundTracker` is used as it is.
         schedule: The learning rate by completed steps, for the metrics.
-        run_dir: The run directory, which a relative ``checkpointer.base_path`` is below; None: ``log_dir/run_id``.
-        facts: What a run must have in common with a checkpoint to go on from it, such as a digest of its data, by name;
-            seed, batch size and the shapes of all arrays are compared anyway.
-        run_config: The configuration of the run as JSON values: what has changed in it at a resume is logged.
-        model_spec: What `lockstep.training.model_spec` returned, for ``lockstep export`` and ``lockstep sample``; None:
-            only this program can read its checkpoints.
+        run: The directory of the run, and what its checkpoints say of it.
 
     Raises:
         ConfigError: The mesh or the batch size does not fit the devices, or there is a checkpointer without a run
@@ -87,10 +82,7 @@ class Trainer:
         mesh: Mesh | None = None,
         tracker: Tracker | None = None,
         schedule: optax.Schedule | None = None,
-        run_dir: str | os.PathLike[str] | None = None,
-        facts: Mapping[str, str] | None = None,
-        run_config: Mapping[str, Any] | None = None,
-        model_spec: Mapping[str, Any] | None = None,
+        run: RunRecord = RunRecord(),  # noqa: B008  (frozen)
     ) -> None:
         self.config, self.hosts = config, current() if hosts is None else hosts
         self.mesh = make_mesh(config.mesh_shape) if mesh is None else mesh
@@ -107,20 +99,14 @@ class Trainer:
         self._step: TrainStep | None = None
         self._programs = Programs(self.hosts, self.mesh)
         self._loss_watch = LossWatch(config.on_nan, config.loss_spike)
-        self._checkpointer = make_checkpointer(
-            config,
-            run_dir,
-            self.hosts,
-            facts=facts or {},
-            run_config=run_config or {},
-            model_spec=model_spec,
-            reported=self._wait_until_reported,
-        )
+        self._checkpointer = make_checkpointer(config, run, self.hosts, reported=self._wait_until_reported)
         self._saves = Saves(self._checkpointer, self._hooks, self._loss_watch, config, self.hosts)
-        self._run_dir = None if run_dir is None else Path(run_dir).absolute()
+        self.run_dir: Path | None = None if run.directory is None else Path(run.directory).absolute()
+        """The directory of the run; None where none was given and nothing needed one."""
         if config.profiler is not None:
             config.profiler.check_processes(self.hosts, self._goes_on)
-            self._run_dir = directory_of_run(config, run_dir, "trainer.profiler is set, and its trace needs a place")
+            why = "trainer.profiler is set, and its trace needs a place"
+            self.run_dir = directory_of_run(config, run.directory, why)
 
     @property
     def train_step_traces(self) -> int:
@@ -185,9 +171,8 @@ class Trainer:
             return None
         while (metadata := self._checkpointer.find(self.config.resume)) is not None:
             structs, _ = state_structs(init, self._optimizer, self.mesh, self.config.precision)
-            state = self._checkpointer.restore(metadata, structs)
-            if state is not None:
-                self._saves.resumed_from = metadata
+            if (restored := self._checkpointer.restore(metadata, structs)) is not None:
+                state, self._saves.resumed_from = restored
                 return state.join(frozen)
         return None
 
@@ -303,7 +288,7 @@ class Trainer:
             )
         give_reference(batches, state)
         job = {"job/processes": hosts.count, "job/slices": self.mesh.shape.get(DCN, 1)}
-        traces = None if self._run_dir is None else Path(self._run_dir) / "profiler"
+        traces = None if self.run_dir is None else self.run_dir / "profiler"
         return _Run(
             source=batches,
             log=StepLog(config.num_train_steps, self.tracker, is_leader=hosts.is_leader, job=job),
@@ -345,11 +330,8 @@ class Trainer:
                 schedule=self._schedule,
                 mesh=self.mesh,
                 shardings=shardings,
-                precision=self.config.precision,
+                settings=self.config.step_settings,
                 microbatches=microbatches,
-                repeats=self.config.pipeline_repeats,
-                skip_bad=self.config.on_nan != "raise",
-                reduce_dtype=self.config.reduce_dtype,
                 skip_empty=packed,
             )
 

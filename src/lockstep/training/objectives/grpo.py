@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +133,7 @@ class GrpoConfig(GrpoFields):
             in_answer = batch["segment_ids"][:, None, 1:] == 1 + jnp.arange(advantage.shape[1])[:, None]
             columns = {name: _for_each_answer(column, in_answer) for name, column in columns.items()}
             mask, advantage = _for_each_answer(mask, in_answer) & _flat(in_answer), advantage.reshape(-1)
-        return grpo_parts(self, advantage=advantage, mask=mask, **columns)
+        return grpo_parts(self, TokenLogprobs(**columns), advantage, mask)
 
     def answer_logprobs(
         self,
@@ -166,16 +166,26 @@ def _for_each_answer(
     return _flat(jnp.broadcast_to(column[:, None], in_answer.shape))
 
 
+class TokenLogprobs(NamedTuple):
+    """The log-probabilities of tokens under the models that a loss compares."""
+
+    logprobs: Float[Array, "row target"]
+    """Those of the model that is trained."""
+    rollout_logprobs: Float[Array, "row target"]
+    """Those that the engine drew them with."""
+    old_logprobs: Float[Array, "row target"] | None = None
+    """The trainer's before the first update of the rollout; None where this is the first update, or with
+    ``use_rollout_logprobs``."""
+    reference_logprobs: Float[Array, "row target"] | None = None
+    """Those under the reference model; None without ``kl_coefficient``."""
+    teacher_logprobs: Float[Array, "row target"] | None = None
+    """Those under the teacher; None without ``teacher_coefficient``."""
+    entropies: Float[Array, "row target"] | None = None
+    """The entropy of the distribution of each token; None without ``entropy_coefficient``."""
+
+
 def grpo_parts(
-    config: GrpoConfig,
-    logprobs: Float[Array, "row target"],
-    advantage: Float[Array, " row"],
-    mask: Bool[Array, "row target"],
-    rollout_logprobs: Float[Array, "row target"],
-    old_logprobs: Float[Array, "row target"] | None = None,
-    reference_logprobs: Float[Array, "row target"] | None = None,
-    teacher_logprobs: Float[Array, "row target"] | None = None,
-    entropies: Float[Array, "row target"] | None = None,
+    config: GrpoConfig, tokens: TokenLogprobs, advantage: Float[Array, " row"], mask: Bool[Array, "row target"]
 ) -> LossParts:
     r"""Sums of the losses of tokens (`PolicyLoss.token_losses`) and, with a reference, :math:`\beta` times the
     divergence from it, unless that is in the reward; less the coefficient of the entropy times its mean.
@@ -187,13 +197,6 @@ def grpo_parts(
 
     Args:
         mask: True for the tokens of the answers; a row without any counts for nothing.
-        rollout_logprobs: The log-probability of each token that the engine drew it with.
-        old_logprobs: The trainer's log-probabilities before the first update of the rollout; None where this is the
-            first update, or with ``use_rollout_logprobs``.
-        reference_logprobs: The log-probability of each token under the reference model; None without
-            ``kl_coefficient``.
-        teacher_logprobs: The log-probability of each token under the teacher; None without ``teacher_coefficient``.
-        entropies: The entropy of the distribution of each token; None without ``entropy_coefficient``.
 
     Returns:
         Sums with metrics: ``ratio`` and ``ratio_gap`` (its mean, and its mean distance from 1), ``clipped`` (share
@@ -203,6 +206,7 @@ def grpo_parts(
         and, where they are used, ``importance``, ``kl``, and ``teacher_kl`` (the mean of
         :math:`\log\pi_{old} - \log\pi_T`). All are those of the policy, at its temperature.
     """
+    logprobs, rollout_logprobs, old_logprobs, reference_logprobs, teacher_logprobs, entropies = tokens
     trainer_old = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
     old = rollout_logprobs if config.use_rollout_logprobs else trainer_old
     loss = policy_loss(config.loss)

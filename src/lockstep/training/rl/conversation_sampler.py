@@ -49,14 +49,11 @@ class ConversationSampler(RolloutSampler):
         drawn, seed = self._draw(number, attempt)
         conversations = Conversations(
             self._fields.environment,
-            self._questions,
-            self._rows.tokenizer,
+            self._rows,
             self._hosts,
             drawn=drawn,
             group=self._fields.rollout.n_generations,
             params=dataclasses.replace(self._params, seed=seed),
-            row_length=self._row_length,
-            stop=self._fields.rollout.stop,
         )
         with contextlib.closing(conversations), self._hosts.scope("rollout") as scope:
             generated = self.session.generate(
@@ -89,7 +86,8 @@ class ConversationSampler(RolloutSampler):
 
     def _longest(self) -> list[Request]:
         """Requests that need as much as any turns of a rollout."""
-        return longest_turns(self._params, self._row_length, self.n_questions * self._fields.rollout.n_generations)
+        count = self.n_questions * self._fields.rollout.n_generations
+        return longest_turns(self._params, self._questions.row_length, count)
 
     def _warn(self, conversations: Conversations) -> None:
         """Say once what went wrong with an environment; how often is in the metrics."""

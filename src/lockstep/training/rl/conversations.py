@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +23,10 @@ from lockstep.json_text import FOREIGN, refused
 from lockstep.printable import get_logger
 from lockstep.text import Prompt, cut_at_stop, decode, encode, following_tokens, text_message
 from lockstep.training.rl.environment import Environment, Message, Reply
-from lockstep.training.rl.questions import Questions
+from lockstep.training.rl.questions import AnswerRows
 from lockstep.training.rl.rewarding import LATE, Rewards, as_number
 from lockstep.training.rl.segments import Segment
 from lockstep.types import Completion, FinishReason, Request, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = get_logger(__name__)
 
@@ -152,25 +149,20 @@ class Conversations(Arrivals):
         drawn: The number of each group's question.
         group: The number of conversations about a question.
         params: How each answer is sampled.
-        row_length: The most tokens of a conversation.
-        stop: Texts that end an answer.
     """
 
     def __init__(
         self,
         environment: Environment,
-        questions: Questions,
-        tokenizer: "PreTrainedTokenizerBase",
+        rows: AnswerRows,
         hosts: Hosts,
         *,
         drawn: Sequence[int],
         group: int,
         params: SamplingParams,
-        row_length: int,
-        stop: Sequence[str] = (),
     ) -> None:
-        self._environment, self._questions, self._tokenizer = environment, questions, tokenizer
-        self._hosts, self._group, self._params, self._row_length, self._stop = hosts, group, params, row_length, stop
+        self._environment, self._questions, self._tokenizer = environment, rows.questions, rows.tokenizer
+        self._hosts, self._group, self._params, self._stop = hosts, group, params, rows.stop
         self.conversations = [
             Conversation(number=number, question=question)
             for number, question in enumerate(question for question in drawn for _ in range(group))
@@ -183,7 +175,7 @@ class Conversations(Arrivals):
         for conversation in self.conversations[hosts.index :: hosts.count]:
             thread = EnvironmentThread(copy.deepcopy(environment), conversation.number, self._said)
             self._threads[conversation.number] = thread
-            thread.reset(questions.prompts[conversation.question])
+            thread.reset(self._questions.prompts[conversation.question])
 
     def __iter__(self) -> Iterator[Request | None]:
         """Yield the next turns as they come; None where none is there and some will come."""
@@ -310,7 +302,7 @@ class Conversations(Arrivals):
 
     def _room(self, conversation: Conversation, tokens: Sequence[int]) -> int:
         """The tokens that an answer to some more may have."""
-        return self._row_length - conversation.length - len(tokens)
+        return self._questions.row_length - conversation.length - len(tokens)
 
     def _hear(self, conversation: Conversation, words: Mapping[str, Any]) -> None:
         error = words.get("error")
@@ -322,7 +314,8 @@ class Conversations(Arrivals):
             conversation.messages += words["messages"]
             conversation.metrics |= words["metrics"]
             if room < 1 and not words["done"]:
-                error = f"the first messages have {len(tokens)} tokens; data.max_seq_len is {self._row_length}"
+                most = self._questions.row_length
+                error = f"the first messages have {len(tokens)} tokens; data.max_seq_len is {most}"
             conversation.ended = words["done"]
         conversation.error = error
         conversation.ended |= error is not None

@@ -4,28 +4,26 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, PyTree
 from numpy.random import SeedSequence
 
 from lockstep.engine import EarlierAnswers, Engine, Observer, RolloutEngine, Session
-from lockstep.hosts import Hosts, Watchdog, environment
+from lockstep.hosts import Hosts, environment
 from lockstep.text import StopFinder, stop_ids, token_count
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.objectives.policy_loss import GrpoFields, differ, policy_loss
 from lockstep.training.rl.config import GrpoRunFields
 from lockstep.training.rl.conversations import Conversation
-from lockstep.training.rl.questions import AnswerRows, Questions
+from lockstep.training.rl.questions import AnswerRows
 from lockstep.training.rl.rewarding import Rewarder, Rewards, Scoring
-from lockstep.training.rl.sampled import Sampled, completions_from_json
+from lockstep.training.rl.sampled import Sampled, completions_of
 from lockstep.training.rl.segments import Sample, Segment, single_turn
 from lockstep.training.rl.solve_rates import SolveRates
+from lockstep.training.step.programs import Programs
 from lockstep.types import Completion, Request
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -167,28 +165,24 @@ class RolloutSampler:
     def __init__(
         self,
         fields: GrpoRunFields,
-        questions: Questions,
-        tokenizer: "PreTrainedTokenizerBase",
         trainer: TrainerConfig,
-        row_length: int,
-        hosts: Hosts,
-        watchdog: Watchdog,
+        programs: Programs,
         rewarder: Rewarder,
         rows: AnswerRows,
         engine: RolloutEngine | None = None,
         *,
         routed_experts: bool = False,
     ) -> None:
+        questions, tokenizer = rows.questions, rows.tokenizer
         self._fields, self._questions, self._trainer = fields, questions, trainer
-        self._hosts, self._rewarder, self._rows = hosts, rewarder, rows
+        self._hosts, self._rewarder, self._rows = programs.hosts, rewarder, rows
         params = fields.rollout.sampling_params(stop_ids(tokenizer))
         self._params = dataclasses.replace(params, routed_experts=routed_experts)
-        self._row_length = row_length
-        config = fields.rollout.engine_config(trainer.precision.compute.name, row_length)
+        config = fields.rollout.engine_config(trainer.precision.compute.name, questions.row_length)
         self.session = Session(
             functools.partial(Engine, config, vocab_size=token_count(tokenizer)) if engine is None else engine,
             find_stop=StopFinder(tokenizer) if fields.rollout.stop else None,
-            watchdog=watchdog,
+            watchdog=programs.watchdog,
         )
         """The door to the engine."""
         self.earlier = EarlierAnswers(fields.rollout.drafts)
@@ -210,9 +204,8 @@ class RolloutSampler:
         return {"drafts": self.earlier.state(), **rates}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; checkpoints of earlier versions have none of it."""
-        if "drafts" in state:
-            self.earlier.load_state(state["drafts"])
+        """Go on from what `state` returned."""
+        self.earlier.load_state(state["drafts"])
         if self._rates is not None and "solve_rates" in state:
             self._rates.load_state(state["solve_rates"])
 
@@ -274,7 +267,7 @@ class RolloutSampler:
         sampled = Sampled(
             number=values["number"],
             questions=values["questions"],
-            completions=completions_from_json(values),
+            completions=completions_of(values),
             scoring=self._rewarder.begin(),
         )
         assert sampled.scoring is not None

@@ -39,6 +39,7 @@ class Questions:
     prompts: Sequence[Prompt]  # the prompts, with the reference answer as `answer`
     tokens: Sequence[tuple[int, ...]]
     seed: int
+    row_length: int  # the most tokens of a question with its answers
     shuffle: bool = True  # whether each epoch has an order of its own
 
     def __len__(self) -> int:
@@ -139,7 +140,7 @@ def load_questions(
         log.warning("truncate: %d questions left out, their prompts have more than %d tokens", left_out, room)
     if not prompts:
         raise ConfigError("the training data has 0 questions that fit; at least 1 is needed. Check data.train_urls.")
-    return Questions(prompts=prompts, tokens=tokens, seed=seed, shuffle=config.shuffle)
+    return Questions(prompts=prompts, tokens=tokens, seed=seed, row_length=row_length, shuffle=config.shuffle)
 
 
 def iter_questions(config: GrpoDataConfig, rewards: Sequence[RewardConfig] = ()) -> Iterator[tuple[str, Prompt]]:

@@ -1,12 +1,8 @@
 """A rollout as training uses it: rows with advantages and log-probabilities, and which of them each update has."""
 
-import base64
 import dataclasses
-import io
-import zipfile
-import zlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,7 +11,6 @@ from jaxtyping import Array, Bool, Float, PyTree
 from lockstep.errors import ConfigError
 from lockstep.hosts import digest, ready_on_all
 from lockstep.json_text import typed
-from lockstep.limits import PACKED_BYTES
 from lockstep.placement import data_shards
 from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.logprobs import LogprobProgram
@@ -54,28 +49,15 @@ class Rollout:
         begin = (update * batch_size) % len(self.lengths)
         return slice(begin, begin + batch_size)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values, for a checkpoint in the middle of its updates."""
-        packed = io.BytesIO()
-        np.savez_compressed(packed, allow_pickle=False, lengths=self.lengths, **self.columns)
-        return {"number": self.number, "columns": base64.b64encode(packed.getvalue()).decode()}
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a checkpoint in the middle of its updates."""
+        return {"number": self.number, "lengths": self.lengths, "columns": dict(self.columns)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Rollout":
-        """Return what `to_json` was called on, bit for bit."""
-        columns = unpacked(values["columns"])
-        return cls(number=typed(int, values["number"]), lengths=columns.pop("lengths"), columns=columns)
-
-
-def unpacked(text: str) -> dict[str, np.ndarray]:
-    """The arrays that `numpy.savez_compressed` packed, by name."""
-    try:
-        with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as packed:
-            if (size := sum(info.file_size for info in packed.zip.infolist())) > PACKED_BYTES:
-                raise ValueError(f"packed arrays would take {size:,} bytes, and at most {PACKED_BYTES:,} are unpacked")
-            return {name: packed[name] for name in packed.files}
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError, MemoryError) as error:
-        raise ValueError(f"packed arrays cannot be read: {error}") from error
+    def from_state(cls, state: Mapping[str, Any]) -> "Rollout":
+        """Return what `state` was called on, bit for bit."""
+        columns = typed(dict[str, np.ndarray], state["columns"])
+        return cls(number=typed(int, state["number"]), lengths=typed(np.ndarray, state["lengths"]), columns=columns)
 
 
 def make_columns(
@@ -144,6 +126,15 @@ def answer_mask(samples: Sequence[Sample], row_length: int) -> Bool[np.ndarray, 
 OLD = "old_logprobs"  # the column of the model before the first update of a rollout
 
 
+class FrozenModels(NamedTuple):
+    """The models that a loss compares the trained one with, in the compute type."""
+
+    reference: PyTree | None = None
+    """None without ``kl_coefficient``."""
+    teacher: PyTree | None = None
+    """The model that the loss learns from; None without ``teacher_coefficient``."""
+
+
 class LogprobColumns:
     """Has all hosts agree on the rows of a rollout, and fills in the log-probabilities that are wanted."""
 
@@ -153,12 +144,11 @@ class LogprobColumns:
         columns: Collection[str],
         trainer: TrainerConfig,
         programs: Programs,
-        reference: PyTree | None,
-        teacher: PyTree | None = None,
+        frozen: FrozenModels,
     ) -> None:
         self._wanted = [name for name in (OLD, REFERENCE, TEACHER) if name in columns]
         self._hosts, self._mesh = programs.hosts, programs.mesh
-        self._n_rows, self._reference, self._teacher = trainer.train_batch_size, reference, teacher
+        self._n_rows, self._frozen = trainer.train_batch_size, frozen
         self._replayed = [name for name, replayed in ROUTING.items() if replayed and name in columns]
 
         def answers(model: PyTree, batch: Mapping[str, Array]) -> Array:
@@ -176,7 +166,7 @@ class LogprobColumns:
 
     def use_reference(self, model: PyTree) -> None:
         """Take another reference model."""
-        self._reference = model
+        self._frozen = self._frozen._replace(reference=model)
 
     def fill(self, rollout: Rollout, model: PyTree, answers: Bool[np.ndarray, "row position"]) -> None:
         """Agree on the rows, and compute what is wanted; every host calls it.
@@ -188,7 +178,7 @@ class LogprobColumns:
             DisagreementError: The hosts have different rows, programs or results; raised on every host.
             PeerError: A program does not compile on some host; raised on every host.
         """
-        models = {OLD: model, REFERENCE: self._reference, TEACHER: self._teacher}
+        models = {OLD: model, REFERENCE: self._frozen.reference, TEACHER: self._frozen.teacher}
         # The reference model takes its own experts: it is the policy of another time. So does the teacher.
         packed = ["tokens", "segment_ids"]
         reads = {OLD: [*packed, *self._replayed], REFERENCE: packed, TEACHER: packed}

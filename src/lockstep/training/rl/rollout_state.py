@@ -18,13 +18,13 @@ SIZES: Final = {
 
 
 def saved_state(fields: GrpoRunFields, n_questions: int, rollout: Rollout | None) -> dict[str, Any]:
-    """Return a rollout as JSON values, and the settings that `read_state` compares.
+    """Return the state of a rollout, and the settings that `read_state` compares.
 
     Args:
         n_questions: The number of questions of a rollout.
         rollout: The rollout that has updates to come; None where there is none.
     """
-    kept = None if rollout is None else rollout.to_json()
+    kept = None if rollout is None else rollout.state()
     return {**_sizes(fields, n_questions), "temperature": fields.rollout.temperature, "rollout": kept}
 
 
@@ -40,17 +40,16 @@ def read_state(
         ConfigError: The settings are not those of the run that was saved.
     """
     for name, now in _sizes(fields, n_questions).items():
-        if (before := state.get(name, now)) != now:  # checkpoints of earlier versions have the updates alone
+        if (before := state[name]) != now:
             raise ConfigError(
                 f"the checkpoint is of a run with {before} {SIZES[name]}, and now there are {now}. Use the same, "
                 "or another trainer.run_id."
             )
     if state["rollout"] is None:
         return None
-    rollout, temperature = Rollout.from_json(state["rollout"]), fields.rollout.temperature
+    rollout, temperature = Rollout.from_state(state["rollout"]), fields.rollout.temperature
     end = (rollout.number + 1) * fields.updates
-    before = state.get("temperature", temperature)  # checkpoints of earlier versions have none
-    if before != temperature:
+    if (before := state["temperature"]) != temperature:
         raise ConfigError(
             f"the checkpoint is from within a rollout that was sampled with rollout.temperature {before}, and now "
             f"it is {temperature}: the ratios of its answers would be of two policies. Use {before} until step "

@@ -1,24 +1,21 @@
 """The batches of GRPO: sampled before the step that learns from them, rewarded, and compared with its model."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Bool, PyTree
 
 from lockstep.engine import RolloutEngine
 from lockstep.errors import ConfigError
-from lockstep.hosts import Hosts, digest
+from lockstep.hosts import digest
 from lockstep.models import LlamaConfig
 from lockstep.placement import data_shards
 from lockstep.printable import get_logger
-from lockstep.report import NoopTracker, Tracker
 from lockstep.text import token_count
-from lockstep.training.loop.config import TrainerConfig
 from lockstep.training.loop.hooks import StepInfo
+from lockstep.training.loop.trainer import Trainer
 from lockstep.training.objectives import routing_column
 from lockstep.training.objectives.grpo import GrpoConfig
 from lockstep.training.objectives.policy_loss import policy_loss
@@ -29,7 +26,7 @@ from lockstep.training.rl.packing import Packing, packed_columns
 from lockstep.training.rl.questions import AnswerRows, Questions
 from lockstep.training.rl.reward_models import load_reward_models
 from lockstep.training.rl.rewarding import Rewarder, Rewards
-from lockstep.training.rl.rollout import LogprobColumns, Rollout, answer_mask, make_columns
+from lockstep.training.rl.rollout import FrozenModels, LogprobColumns, Rollout, answer_mask, make_columns
 from lockstep.training.rl.rollout_log import RewardTrend, RolloutLog, StepClock, StepTimes
 from lockstep.training.rl.rollout_state import read_state, saved_state
 from lockstep.training.rl.sampled import Sampled
@@ -55,9 +52,7 @@ class Rollouts:
     next one, whose rewards are then computed during the updates and the sampling after them.
 
     Args:
-        reference: The frozen model in the compute type; None without ``kl_coefficient``.
-        teacher: The model that the loss learns from, in the compute type; None without ``teacher_coefficient``.
-        tracker: The tracker that metrics and rows go to, used by the leader; None for none.
+        trainer: The trainer of the run, whose tracker metrics and rows go to.
         engine: What samples the answers; None for lockstep's engine with the settings of ``fields.rollout``.
         model: The configuration of the model, where it has experts: the engine's choice of them is compared with.
 
@@ -74,32 +69,25 @@ class Rollouts:
         objective: GrpoConfig,
         questions: Questions,
         tokenizer: "PreTrainedTokenizerBase",
-        trainer: TrainerConfig,
-        mesh: Mesh,
-        row_length: int,
-        hosts: Hosts,
+        trainer: Trainer,
         *,
-        reference: PyTree | None = None,
-        teacher: PyTree | None = None,
-        tracker: Tracker | None = None,
-        run_dir: Path | None = None,
+        frozen: FrozenModels = FrozenModels(),  # noqa: B008  (frozen)
         engine: RolloutEngine | None = None,
         model: LlamaConfig | None = None,
     ) -> None:
-        models = (("kl_coefficient", "reference model", reference), ("teacher_coefficient", "teacher", teacher))
-        for name, kind, frozen in models:
-            if bool(getattr(objective, name)) != (frozen is not None):
+        kinds = ("kl_coefficient", "reference model"), ("teacher_coefficient", "teacher")
+        for (name, kind), compared in zip(kinds, frozen, strict=True):
+            if bool(getattr(objective, name)) != (compared is not None):
                 raise ConfigError(
-                    f"{name} is {getattr(objective, name)} and {'no' if frozen is None else 'a'} {kind} is given. Give "
-                    f"one where {name} is more than 0, and None otherwise."
+                    f"{name} is {getattr(objective, name)} and {'no' if compared is None else 'a'} {kind} is given. "
+                    f"Give one where {name} is more than 0, and None otherwise."
                 )
-        taught, wait_s = teacher is not None, hosts.timeout_s
-        fields.check_run(trainer.train_batch_size, wait_s, objective.importance_cap, taught=taught)
+        config, hosts, mesh, row_length = trainer.config, trainer.hosts, trainer.mesh, questions.row_length
+        taught = frozen.teacher is not None
+        fields.check_run(config.train_batch_size, hosts.timeout_s, objective.importance_cap, taught=taught)
         _check_policy(objective, fields.rollout.temperature, token_count(tokenizer))
         self._fields, self._objective, self._questions = fields, objective, questions
-        self._trainer, self._hosts = trainer, hosts
-        self._mesh = mesh
-        self._tracker: Tracker = NoopTracker() if tracker is None else tracker
+        self._trainer, self._hosts, self._mesh, self._tracker = config, hosts, mesh, trainer.tracker
         replays = fields.rollout.replay_routing
         routing = routing_column(model, row_length, replayed=replays)
         if replays and not routing:
@@ -109,15 +97,12 @@ class Rollouts:
         rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=fields.rollout.stop)
         alarms = fields.rollout.alarms if fields.rollout.health else None
         self._answer_rows = rows
-        self._report = RolloutLog(self._tracker, run_dir, rows, fields.answers_shown, alarms=alarms)
+        self._report = RolloutLog(self._tracker, trainer.run_dir, rows, fields.answers_shown, alarms=alarms)
         programs = Programs(hosts, mesh)
-        self._reward_models = load_reward_models(fields.rewards, trainer, programs)
-        self._logprobs = LogprobColumns(objective, self._columns, trainer, programs, reference, teacher)
+        self._reward_models = load_reward_models(fields.rewards, config, programs)
+        self._logprobs = LogprobColumns(objective, self._columns, config, programs, frozen)
         sampler = RolloutSampler if fields.environment is None else ConversationSampler
-        self._sampler = sampler(
-            fields, questions, tokenizer, trainer, row_length, hosts, programs.watchdog, self._rewarder, rows, engine,
-            routed_experts=bool(routing),
-        )  # fmt: skip
+        self._sampler = sampler(fields, config, programs, self._rewarder, rows, engine, routed_experts=bool(routing))
         _check_attempts(fields.rollout.max_attempts, self._sampler.n_questions, len(questions))
         self._rollout: Rollout | None = None
         self._packing: Packing | None = None  # of the last batch
@@ -231,7 +216,7 @@ class Rollouts:
         rest = self._rollout
         if rest is not None and self._step + 1 >= (rest.number + 1) * self._fields.updates:
             rest = None  # its updates are done
-        ahead = None if self._ahead is None else self._ahead.to_json()
+        ahead = None if self._ahead is None else self._ahead.state()
         return {**saved_state(self._fields, self._sampler.n_questions, rest), "ahead": ahead, **self._sampler.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,17 +1,16 @@
 """The answers of a rollout before their rewards, and as a checkpoint keeps them."""
 
-import base64
 import dataclasses
-import io
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lockstep.engine.schedule import DraftCounts
+from lockstep.json_text import typed
 from lockstep.training.rl.conversations import Conversation
 from lockstep.training.rl.rewarding import Rewards, Scoring
-from lockstep.training.rl.rollout import unpacked
 from lockstep.types import Completion, FinishReason, RoutedExperts
 
 
@@ -35,34 +34,31 @@ class Sampled:
     rewards: Rewards | None = None  # those of environments
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # figures of the conversations
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the answers as JSON values, for a checkpoint; rewards are computed again after a resume."""
-        packed = io.BytesIO()
-        np.savez_compressed(
-            packed,
-            allow_pickle=False,
-            ids=np.array(
-                [(completion.prompt_id, completion.generation_id) for completion in self.completions], np.int64
-            ),
-            lengths=np.array([len(completion.tokens) for completion in self.completions], np.int64),
-            tokens=np.array([token for completion in self.completions for token in completion.tokens], np.int64),
-            logprobs=np.array([value for completion in self.completions for value in completion.logprobs], np.float64),
-            sampled=np.array(
-                [value for completion in self.completions for value in completion.sampled_logprobs], np.float64
-            ),
-            **_packed_routing([completion.routed_experts for completion in self.completions]),
-        )
+    def state(self) -> dict[str, Any]:
+        """Return the answers, for a checkpoint; rewards are computed again after a resume."""
+        completions = self.completions
+
+        def joined(values: Iterable[Sequence[float]], dtype: type) -> np.ndarray:
+            return np.array(list(itertools.chain.from_iterable(values)), dtype)
+
         return {
             "number": self.number,
             "questions": list(self.questions),
-            "finish_reasons": [completion.finish_reason.value for completion in self.completions],
-            "completions": base64.b64encode(packed.getvalue()).decode(),
+            "finish_reasons": [completion.finish_reason.value for completion in completions],
+            "completions": {
+                "ids": np.array([(answer.prompt_id, answer.generation_id) for answer in completions], np.int64),
+                "lengths": np.array([len(answer.tokens) for answer in completions], np.int64),
+                "tokens": joined((answer.tokens for answer in completions), np.int64),
+                "logprobs": joined((answer.logprobs for answer in completions), np.float64),
+                "sampled": joined((answer.sampled_logprobs for answer in completions), np.float64),
+                **_packed_routing([answer.routed_experts for answer in completions]),
+            },
         }
 
 
-def completions_from_json(values: Mapping[str, Any]) -> list[Completion]:
-    """Return the answers that `Sampled.to_json` packed, bit for bit."""
-    arrays = unpacked(values["completions"])
+def completions_of(state: Mapping[str, Any]) -> list[Completion]:
+    """Return the answers of `Sampled.state`, bit for bit."""
+    arrays = typed(dict[str, np.ndarray], state["completions"])
     ends = np.cumsum(arrays["lengths"])
     tokens, logprobs, sampled = (
         [part.tolist() for part in np.split(arrays[name], ends[:-1])] for name in ("tokens", "logprobs", "sampled")
@@ -75,7 +71,7 @@ def completions_from_json(values: Mapping[str, Any]) -> list[Completion]:
             tokens=tuple(tokens[place]),
             logprobs=tuple(logprobs[place]),
             sampled_logprobs=tuple(sampled[place]),
-            finish_reason=FinishReason(values["finish_reasons"][place]),
+            finish_reason=FinishReason(state["finish_reasons"][place]),
             routed_experts=routing[place],
         )
         for place, (prompt, generation) in enumerate(arrays["ids"])

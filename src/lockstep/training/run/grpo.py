@@ -20,6 +20,7 @@ from lockstep.training.rl.environment import Tool
 from lockstep.training.rl.packing import packed_columns
 from lockstep.training.rl.reward_models import ModelReward
 from lockstep.training.rl.rewards import labels
+from lockstep.training.rl.rollout import FrozenModels
 from lockstep.training.run.config import RenewalFields, Setup
 from lockstep.training.run.teacher import check_teacher, load_teacher
 
@@ -210,14 +211,11 @@ class TrainGrpoConfig(GrpoFields, GrpoRunFields, RenewalFields):
             self.make_objective(setup.tokenizer),
             setup.data,
             setup.tokenizer,
-            self.trainer,
-            trainer.mesh,
-            self.data.row_length(setup.model_max_seq_len),
-            trainer.hosts,
-            reference=setup.reference(self.renewal) if self.has_reference else None,
-            teacher=None if self.teacher is None else load_teacher(self.teacher, trainer),
-            tracker=trainer.tracker,
-            run_dir=setup.run_dir,
+            trainer,
+            frozen=FrozenModels(
+                reference=setup.reference(self.renewal) if self.has_reference else None,
+                teacher=None if self.teacher is None else load_teacher(self.teacher, trainer),
+            ),
             model=read_decoder(setup.model)[0],
         )
         rollouts.check(setup.model)

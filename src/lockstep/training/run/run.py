@@ -18,6 +18,7 @@ from lockstep.models import split_trained
 from lockstep.printable import get_logger, hide_credentials, print_lines
 from lockstep.report import BackgroundTracker, rewind_tracker
 from lockstep.training.checkpoints.saved_model import model_spec, save_tokenizer
+from lockstep.training.loop.saves import RunRecord
 from lockstep.training.loop.stopping import StopRequest, TrainResult
 from lockstep.training.loop.trainer import Trainer
 from lockstep.training.loop.validation import Validation
@@ -94,10 +95,12 @@ def _trainer(config: TrainConfig, run: OpenRun, hosts: Hosts) -> Trainer:
         mesh=run.mesh,
         tracker=run.tracker,
         schedule=config.optimizer.schedule(config.trainer.num_train_steps),
-        run_dir=run.run_dir,
-        facts=run.facts,
-        run_config=hide_credentials(draccus.encode(config)),
-        model_spec=model_spec(run.model_config, run.token_ids, run.adapters),
+        run=RunRecord(
+            directory=run.run_dir,
+            facts=run.facts,
+            config=hide_credentials(draccus.encode(config)),
+            model=model_spec(run.model_config, run.token_ids, run.adapters),
+        ),
     )
     with hosts.run_on_all("tokenizer beside the checkpoints"):
         if hosts.is_leader and trainer.checkpoints is not None:

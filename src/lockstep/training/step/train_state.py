@@ -48,6 +48,18 @@ def cast_floats(tree: PyTree, dtype: jnp.dtype) -> PyTree:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The settings of a run that are part of the program of its train step."""
+
+    precision: Precision
+    repeats: int = 1  # the number of times that microbatches pass through all stages
+    skip_bad: bool = False
+    """Whether a step whose loss or gradient is not finite, or whose loss is above a limit, leaves parameters and
+    optimizer state as they are."""
+    reduce_dtype: jnp.dtype | None = None  # in which slices add up their gradients; None: that of the gradients
+
+
 def parse_precision(policy: str) -> Precision:
     """Read a policy string.
 

@@ -20,7 +20,7 @@ from lockstep.placement import COMPUTE_AXES, DCN, PP, batch_spec, compute_axes, 
 from lockstep.placement.device import Program, compile_program, program_bytes, without_directories
 from lockstep.training.objectives.logprobs import LossFn, LossParts, loss_with_routers
 from lockstep.training.step.optimizer import completed_updates
-from lockstep.training.step.train_state import Precision, TrainState, cast_floats, parameter_shardings
+from lockstep.training.step.train_state import Precision, StepSettings, TrainState, cast_floats, parameter_shardings
 
 SKIPPED = "skipped_step"  # the name of the metric that is 1 where a step left its update out
 SAVE_FLAG, SLOW_FLAG, ALARM_FLAG = 1, 2, 4
@@ -144,10 +144,6 @@ class TrainStep:
         schedule: The learning rate by completed steps, to report as a metric; None to report none.
         microbatches: The number of parts of the batch that are computed one after the other; with stages, this many of
             each stage pass through them.
-        repeats: The number of times that they pass through all stages.
-        skip_bad: Whether a step whose loss or gradient is not finite, or whose loss is above a limit, leaves parameters
-            and optimizer state as they are.
-        reduce_dtype: The type in which slices add up their gradients; None: that of the gradients.
         skip_empty: Whether the last microbatches may have no tokens (``segment_ids`` of 0 alone); they are left out.
     """
 
@@ -159,22 +155,21 @@ class TrainStep:
         schedule: optax.Schedule | None,
         mesh: Mesh,
         shardings: PyTree,
-        precision: Precision,
+        settings: StepSettings,
         microbatches: int,
-        repeats: int = 1,
-        skip_bad: bool = False,
-        reduce_dtype: jnp.dtype | None = None,
         skip_empty: bool = False,
     ) -> None:
-        self.skip_bad = skip_bad
-        self._reduce_dtype, self._skip_empty = reduce_dtype, skip_empty
         self._loss_fn, self._optimizer, self._schedule = loss_fn, optimizer, schedule
-        self._mesh, self._precision = mesh, precision
+        self._mesh, self._precision, self._settings, self._skip_empty = mesh, settings.precision, settings, skip_empty
         self._microbatches, self._piped = (1, microbatches) if PP in mesh.shape else (microbatches, 1)
-        self._repeats = repeats
         self._names: tuple[str, ...] = ()
         self._out_shardings = shardings, NamedSharding(mesh, P())
         self._programs: dict[_BatchShape, Program] = {}
+
+    @property
+    def skip_bad(self) -> bool:
+        """See `StepSettings`."""
+        return self._settings.skip_bad
 
     @property
     def traces(self) -> int:
@@ -317,7 +312,7 @@ class TrainStep:
         parts = jax.lax.psum(parts, DCN)
 
         def mean(gradient: Array) -> Array:
-            sent = (gradient / parts.weight).astype(self._reduce_dtype or self._precision.param)
+            sent = (gradient / parts.weight).astype(self._settings.reduce_dtype or self._precision.param)
             if self._mesh.devices.flat[0].platform == "cpu":  # XLA for CPUs aborts when it compiles a sum of bfloat16
                 sent = sent.astype(jnp.float32)
             return jax.lax.psum(sent, DCN)
@@ -348,7 +343,8 @@ class TrainStep:
 
     def _total(self, model: PyTree, frozen: PyTree, batch: dict[str, Array]) -> tuple[Array, LossParts]:
         with hax.axis_mapping(compute_axes(self._mesh, of_slice=True)):
-            joined = pipelined(self._precision.cast_to_compute(join_trained(model, frozen)), self._piped, self._repeats)
+            joined = self._precision.cast_to_compute(join_trained(model, frozen))
+            joined = pipelined(joined, self._piped, self._settings.repeats)
             parts = loss_with_routers(self._loss_fn, joined, batch)
         parts = cast_floats(parts, jnp.dtype(jnp.float32))
         return parts.total, parts

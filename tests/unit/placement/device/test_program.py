@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lockstep.errors import LockstepError
 from lockstep.hosts import Ledger
 from lockstep.placement.device.program import (
+    Compiler,
     Program,
     compile_program,
     without_directories,
@@ -53,11 +54,14 @@ def test_the_digests_say_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_of_the_compiler_are_in_the_digest_and_one_that_it_does_not_know_is_left_out() -> None:
-    plain, other = build(lambda x: 2 * x), build(lambda x: 2 * x, compiler_options={"xla_of_another_version": "1"})
+    plain, other = (
+        build(lambda x: 2 * x),
+        build(lambda x: 2 * x, compiler=Compiler(options={"xla_of_another_version": "1"})),
+    )
     differ = [name for name, text in plain.digests.items() if other.digests[name] != text]
     assert differ == ["double: devices and options"] and other.traces == 1
     with pytest.raises(LockstepError, match="xla_cpu_enable_fast_math"):
-        build(lambda x: 2 * x, compiler_options={"xla_cpu_enable_fast_math": "neither"})
+        build(lambda x: 2 * x, compiler=Compiler(options={"xla_cpu_enable_fast_math": "neither"}))
 
 
 def test_what_the_compiler_made_of_it_is_not_in_the_digest_of_launches() -> None:
@@ -65,7 +69,7 @@ def test_what_the_compiler_made_of_it_is_not_in_the_digest_of_launches() -> None
         compiled = lowered.compile()
         return SimpleNamespace(as_text=lambda: f"{compiled.as_text()} // from a cache")
 
-    double, other = build(lambda x: 2 * x), build(lambda x: 2 * x, compile_with=renamed)
+    double, other = build(lambda x: 2 * x), build(lambda x: 2 * x, compiler=Compiler(compile_with=renamed))
     assert double.digests != other.digests and double.digest == other.digest
 
 

@@ -95,7 +95,7 @@ class Written:
         return {name: np.asarray(each) for name, each in read_arrays(self.path, structs, self.digest).items()}
 
     def read_parts(self):
-        reader = ArrayReader(self.path, checked=True)
+        reader = ArrayReader(self.path)
         return {name: reader.read(name, ()) for name in self.saved}
 
     def assert_as_saved(self, found):
@@ -189,24 +189,6 @@ def test_what_is_only_out_of_reach_is_not_damaged(tmp_path):
     assert not isinstance(error.value, DamagedCheckpointError)
 
 
-def test_a_checkpoint_without_checksums_is_read(tmp_path, written):
-    import orbax.checkpoint as ocp
-
-    old = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=False, enable_write_sharding_file=False, array_metadata_store=None
-    )
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, old))
-    path = epath.Path(tmp_path / "old")
-    path.mkdir()
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    handler.save(path, args=ocp.args.PyTreeSave(written.saved))
-    handler.finalize(path)
-    written.path, written.digest = path, None
-    written.assert_as_saved(written.read())
-    reader = ArrayReader(path, checked=False)
-    written.assert_as_saved({name: reader.read(name, ()) for name in written.saved})
-
-
 @pytest.fixture
 def bucket(monkeypatch):
     with fake_gcs.serve_here(monkeypatch) as bucket:
@@ -242,21 +224,18 @@ def test_a_bucket_is_as_good_as_a_disk(bucket):
     assert not bucket.objects
 
 
-@pytest.mark.parametrize("driver", ["zarr3", "zarr"])
-def test_an_array_that_claims_a_huge_chunk_is_refused_before_one_is_read(tmp_path, driver):
+def test_an_array_that_claims_a_huge_chunk_is_refused_before_one_is_read(tmp_path):
     """tensorstore decodes a chunk as a whole: 4 TB for an array of 96 numbers, and its process ends (bad_alloc)."""
     huge = [10**6, 10**6]
-    grid = {"chunks": huge, "dtype": "<f4", "shape": [8, 12]}
-    if driver == "zarr3":
-        regular = {"name": "regular", "configuration": {"chunk_shape": huge}}
-        codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
-        grid = {"chunk_grid": regular, "data_type": "float32", "shape": [8, 12], "codecs": codecs}
+    regular = {"name": "regular", "configuration": {"chunk_shape": huge}}
+    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    grid = {"chunk_grid": regular, "data_type": "float32", "shape": [8, 12], "codecs": codecs}
     store = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "path": "w/"}
-    tensorstore.open({"driver": driver, "kvstore": store, "metadata": grid}, create=True).result()
+    tensorstore.open({"driver": "zarr3", "kvstore": store, "metadata": grid}, create=True).result()
     why = r"array w of .* has shape \(8, 12\) and chunks of \(1000000, 1000000\), 4,000,000,000,000 bytes each"
     with pytest.raises(ConfigError, match=why):
-        ArrayReader(epath.Path(tmp_path), checked=driver == "zarr3").read("w", ())
+        ArrayReader(epath.Path(tmp_path)).read("w", ())
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     struct = jax.ShapeDtypeStruct((8, 12), np.float32, sharding=NamedSharding(mesh, P("x")))
     with pytest.raises(ConfigError, match=why):
-        read_arrays(epath.Path(tmp_path), {"w": struct}, "0" * 64 if driver == "zarr3" else None)
+        read_arrays(epath.Path(tmp_path), {"w": struct}, "0" * 64)

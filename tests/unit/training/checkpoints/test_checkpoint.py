@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.training.checkpoints import checkpoint
 from lockstep.training.checkpoints.checkpoint import (
     METADATA,
     CheckpointDirectory,
@@ -104,9 +105,17 @@ def test_another_version_is_refused(directory):
     del values["digest"]
     digest = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
     (directory.of(4) / METADATA).write_text(json.dumps(values | {"digest": digest}, indent=1))
-    with pytest.raises(ConfigError, match="reads checkpoints of formats 1 and 2, .* format 99") as error:
+    with pytest.raises(ConfigError, match="reads checkpoints of formats 2 and 3, .* format 99") as error:
         directory.metadata(4)
     assert not isinstance(error.value, DamagedCheckpointError)
+
+
+def test_a_checkpoint_of_the_version_before_is_read(directory):
+    complete(directory, 4)
+    values = json.loads((directory.of(4) / METADATA).read_text()) | {"format": 2}
+    del values["digest"], values["hook_arrays"]
+    (directory.of(4) / METADATA).write_text(_sealed(values))
+    assert directory.metadata(4) == metadata(4, values["arrays"])
 
 
 def test_a_flipped_bit_of_the_metadata_is_found_wherever_it_is(directory):
@@ -124,11 +133,36 @@ def test_a_flipped_bit_of_the_metadata_is_found_wherever_it_is(directory):
         directory.metadata(4)
 
 
-def test_a_checkpoint_of_a_version_without_checksums_is_read_with_a_warning(directory, caplog):
-    old = metadata(4, directory.begin(4), tree_digest=None)
-    assert json.loads(old.to_json())["format"] == 1
-    directory.commit(old)
-    assert directory.metadata(4) == old and "stored no checksums" in caplog.text
+def test_the_arrays_of_hooks_are_in_a_file_that_its_digest_names(directory):
+    """A rollout of 2 million tokens with the experts of 48 layers has 1.5 GB, and of metadata 64 MB are read."""
+    tokens = np.arange(12, dtype=np.int32).reshape(3, 4)
+    states = {"rollouts": {"number": 2, "columns": {"tokens": tokens, "mask": tokens > 3}, "parts": (tokens[:0], 1.5)}}
+    directory.commit(metadata(4, directory.begin(4), hooks=states))
+    read = directory.metadata(4)
+    file = directory.of(4) / read.hook_arrays
+    assert read.hooks["rollouts"]["number"] == 2 and file.stat().length < 1000
+    states["rollouts"]["parts"] = list(states["rollouts"]["parts"])
+    np.testing.assert_equal(directory.hooks(read), states)
+    assert directory.hooks(read)["rollouts"]["columns"]["tokens"].dtype == np.int32
+
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        file.write_bytes(bytes(changed))
+        with pytest.raises(DamagedCheckpointError, match=rf"{file} is damaged: its SHA-256 is not that in its name"):
+            directory.hooks(read)
+    file.unlink()
+    with pytest.raises(DamagedCheckpointError, match=rf"{file} is damaged: .*No such file"):
+        directory.hooks(read)
+
+
+def test_a_checkpoint_whose_hooks_could_not_be_read_is_not_written(directory, monkeypatch):
+    monkeypatch.setattr(checkpoint, "HOOK_BYTES", 40)
+    directory.commit(metadata(4, directory.begin(4), hooks={"a": np.zeros(5)}))
+    with pytest.raises(ConfigError, match=r"keeps take 48 bytes; at most 40 are read\. Set rollout_ahead to 0"):
+        directory.commit(metadata(5, directory.begin(5), hooks={"a": np.zeros(6)}))
+    assert directory.steps() == [4]
 
 
 def test_arrays_are_named_by_their_paths():
@@ -158,10 +192,12 @@ def test_changes_are_listed_by_their_keys():
     ],
 )
 def test_metadata_of_other_types_are_damaged_whatever_their_digest_says(values):
-    whole = {"format": 2, **dataclasses.asdict(metadata(3, "arrays-0"))}
+    whole = {"format": 3, **dataclasses.asdict(metadata(3, "arrays-0"))}
     assert CheckpointMetadata.from_json(_sealed(whole)) == metadata(3, "arrays-0")
     with pytest.raises(DamagedCheckpointError, match=r"metadata\.json cannot be read .*Bring the file back"):
         CheckpointMetadata.from_json(_sealed(whole | values))
+    with pytest.raises(DamagedCheckpointError, match=r"names '\.\./other', which is not the name of a file beside it"):
+        CheckpointMetadata.from_json(_sealed(whole | {"hook_arrays": "../other"}))
 
 
 def test_what_was_kept_comes_back_on_another_machine(tmp_path):

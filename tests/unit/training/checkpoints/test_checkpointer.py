@@ -329,7 +329,7 @@ def test_another_run_is_refused_and_what_differs_is_named(tmp_path):
     with pytest.raises(PeerError, match=r"cannot go on from .*step-2; they differ in\n\s+seed: 0 → 1 \(now\)"):
         second.restore(second.find("auto"), STATE)
     third = make(tmp_path, facts={"seed": "0", "training data": "abc"})
-    assert third.restore(third.find("auto"), STATE) == STATE
+    assert third.restore(third.find("auto"), STATE)[0] == STATE
     assert third.last_step == 2
 
 

@@ -17,7 +17,7 @@ from lockstep.text import load_tokenizer, tokenizer_digest
 from lockstep.training import has_checkpoint, saved_at, saved_model
 from lockstep.training.checkpoints import writers
 from lockstep.training.checkpoints.arrays import ArrayReader
-from lockstep.training.checkpoints.checkpoint import METADATA, DamagedCheckpointError
+from lockstep.training.checkpoints.checkpoint import METADATA, DamagedCheckpointError, _sealed
 from lockstep.training.checkpoints.config import write_resumable
 from lockstep.training.checkpoints.saved_model import SavedAdapters
 from lockstep.training.step.train_state import AverageState
@@ -67,8 +67,8 @@ def test_the_tokenizer_that_a_checkpoint_names_elsewhere_is_not_opened(run, tmp_
 def test_the_arrays_of_a_checkpoint_are_inside_it(run, tmp_path, name):
     shutil.copytree(run[0] / "checkpoints" / "step-8", tmp_path / "step-8")
     file = tmp_path / "step-8" / METADATA
-    values = json.loads(file.read_text()) | {"arrays": name, "format": 1}
-    file.write_text(json.dumps({key: value for key, value in values.items() if key != "digest"}))
+    values = json.loads(file.read_text()) | {"arrays": name}
+    file.write_text(_sealed({key: value for key, value in values.items() if key != "digest"}))
     with pytest.raises(ConfigError, match=r"metadata\.json names .* which is not the name of a file beside it"):
         saved_model(str(tmp_path / "step-8"))
 
@@ -141,7 +141,7 @@ def test_the_average_of_adapters_is_read_in_their_place(tmp_path):
 def test_arrays_are_stored_layer_by_layer_where_they_are_large(run):
     """So that an export, which reads one layer at a time, does not read all of them each time."""
     found = saved_model(str(run[0]))
-    reader = ArrayReader(found.directory.of(8) / found.metadata.arrays, checked=True)
+    reader = ArrayReader(found.directory.of(8) / found.metadata.arrays)
     reader.read("model.layers.stacked.mlp.gate.0", (0,))
     chunk = reader._open["model.layers.stacked.mlp.gate.0"].chunk_layout.read_chunk.shape
     assert chunk[0] == 1 and chunk[1] > 1
@@ -160,12 +160,12 @@ def test_what_is_not_there_is_said_plainly(run, tmp_path):
 def test_a_checkpoint_that_does_not_say_what_its_model_is_is_refused(run, tmp_path):
     shutil.copytree(run[0] / "checkpoints" / "step-8", tmp_path / "step-8")
     file = tmp_path / "step-8" / METADATA
-    values = json.loads(file.read_text()) | {"format": 1}
-    del values["digest"], values["tree_digest"]
-    file.write_text(json.dumps(values | {"model": None}))
+    values = json.loads(file.read_text())
+    del values["digest"]
+    file.write_text(_sealed(values | {"model": None}))
     with pytest.raises(ConfigError, match="does not say what its model is"):
         saved_model(str(tmp_path / "step-8"))
-    file.write_text(json.dumps(values | {"shapes": values["shapes"] | {"model.extra.0": "float32[2]"}}))
+    file.write_text(_sealed(values | {"shapes": values["shapes"] | {"model.extra.0": "float32[2]"}}))
     with pytest.raises(ConfigError, match=r"are not those of its model: model\.extra\.0"):
         saved_model(str(tmp_path / "step-8"))
 

@@ -168,7 +168,7 @@ def test_the_parts_of_all_processes_are_the_whole_and_each_writes_no_more(tmp_pa
         sizes.append(sum(file.stat().st_size for file in files if file.is_file()))
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     merge_arrays(path)
-    reader = ArrayReader(path, checked=True)
+    reader = ArrayReader(path)
     for name, value in saved.items():
         np.testing.assert_array_equal(reader.read(name, ()), np.asarray(value))
     assert max(sizes) < 1.2 * min(sizes), "each has a third, and an index"

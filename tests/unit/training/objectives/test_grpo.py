@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.training.objectives import GrpoConfig
-from lockstep.training.objectives.grpo import KL_ESTIMATORS, grpo_parts
+from lockstep.training.objectives.grpo import KL_ESTIMATORS, TokenLogprobs, grpo_parts
 from lockstep.training.objectives.policy_loss import LOSSES
 from tests.unit.training.objectives.tables import table_model
 
@@ -95,7 +95,9 @@ def made_up(rows=5, positions=7, seed=0):
 
 
 def parts_of(config, **values):
-    return grpo_parts(config, **{name: jnp.asarray(value) for name, value in values.items()})
+    arrays = {name: jnp.asarray(value) for name, value in values.items()}
+    advantage, mask = arrays.pop("advantage"), arrays.pop("mask")
+    return grpo_parts(config, TokenLogprobs(**arrays), advantage, mask)
 
 
 OVER_TOKENS = ("dapo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")

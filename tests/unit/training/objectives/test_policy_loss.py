@@ -7,7 +7,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.training import PolicyLoss
 from lockstep.training.objectives import GrpoConfig
-from lockstep.training.objectives.grpo import grpo_parts
+from lockstep.training.objectives.grpo import TokenLogprobs, grpo_parts
 from lockstep.training.objectives.policy_loss import LOSSES, differ, group_advantages
 
 
@@ -94,9 +94,9 @@ class Halved(PolicyLoss):
 
 
 def test_a_loss_of_a_users_own_is_a_class():
-    values = {"logprobs": jnp.zeros((2, 3)), "rollout_logprobs": jnp.full((2, 3), -0.1), "mask": jnp.ones((2, 3), bool)}
+    tokens = TokenLogprobs(logprobs=jnp.zeros((2, 3)), rollout_logprobs=jnp.full((2, 3), -0.1))
     own, usual = (
-        grpo_parts(GrpoConfig(loss=loss), advantage=jnp.array([1.0, -2.0]), **values)
+        grpo_parts(GrpoConfig(loss=loss), tokens, jnp.array([1.0, -2.0]), jnp.ones((2, 3), bool))
         for loss in (f"{__name__}:Halved", "grpo")
     )
     assert float(own.total) == float(usual.total) / 2 != 0 and own.weight == usual.weight == 2

@@ -30,7 +30,8 @@ def load(path, row_length=32, **values):
 
 def made_up(count=10, **values):
     prompts = [Prompt(id=i, text=f"q{i}", answer="1") for i in range(count)]
-    return Questions(prompts=prompts, tokens=[(1,) * (1 + i % 3) for i in range(count)], seed=7, **values)
+    tokens = [(1,) * (1 + i % 3) for i in range(count)]
+    return Questions(prompts=prompts, tokens=tokens, seed=7, row_length=64, **values)
 
 
 def test_every_question_comes_once_per_epoch_in_an_order_of_its_own():

@@ -89,7 +89,8 @@ def log_rollout(tmp_path, tracker, conversations=None, **options):
     tokenizer = tiny.tokenizer()
     prompts = [Prompt(id=number, text=f"What is {number} plus 7?") for number in (0, 1)]
     tokens = [tuple(tokenizer.encode(prompt.text)) for prompt in prompts]
-    rows = AnswerRows(questions=Questions(prompts=prompts, tokens=tokens, seed=0), tokenizer=tokenizer, stop=())
+    questions = Questions(prompts=prompts, tokens=tokens, seed=0, row_length=64)
+    rows = AnswerRows(questions=questions, tokenizer=tokenizer, stop=())
     answers = [(60, 61), [60, *[70] * 40], (62, 63), (64,)]
     completions = [completion(place // 2, place % 2, answer) for place, answer in enumerate(answers)]
     total = np.array([1.0, 0.0, 1.0, 0.5])

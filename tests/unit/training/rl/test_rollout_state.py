@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 
@@ -9,6 +7,7 @@ from lockstep.training.rl.rollout import Rollout, make_columns
 from lockstep.training.rl.rollout_state import read_state, saved_state
 from lockstep.training.rl.segments import single_turn
 from tests import rollouts as runs
+from tests.saved_states import as_saved
 from tests.unit.training.rl.made_up import completion
 
 COLUMNS = GrpoConfig().columns(7, on_policy=True)
@@ -18,7 +17,7 @@ FIELDS = runs.fields(num_iterations=2)
 def saved(fields=FIELDS):
     samples = [single_turn((1, 2, 3), completion(0, 0, (4, 5)))]
     rollout = Rollout(number=3, columns=make_columns(COLUMNS, samples, np.ones(1)), lengths=np.array([5]))
-    return json.loads(json.dumps(saved_state(fields, 4, rollout)))
+    return as_saved(saved_state(fields, 4, rollout))
 
 
 def test_a_rollout_is_what_it_was():

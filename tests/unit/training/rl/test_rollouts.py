@@ -386,8 +386,7 @@ def test_drafts_leave_the_answers_as_they_are_and_say_what_they_saved(monkeypatc
 def rollouts_with(objective):
     """Rollouts whose loss is given, without a reference model."""
     trainer, _, _ = runs.make()
-    own = (runs.questions(), tiny.tokenizer(), trainer.config, trainer.mesh, runs.ROW, trainer.hosts)
-    return Rollouts(runs.fields(), objective, *own)
+    return Rollouts(runs.fields(), objective, runs.questions(), tiny.tokenizer(), trainer)
 
 
 def test_a_reference_goes_with_its_coefficient():

@@ -16,6 +16,7 @@ from lockstep.placement import make_mesh
 from lockstep.placement.device import slice_index
 from lockstep.training import (
     OptimizerConfig,
+    StepSettings,
     TrainStep,
     batch_structs,
     lm_loss,
@@ -71,8 +72,8 @@ def test_the_memory_of_the_state_before_is_that_of_the_state_after():
     mesh, optimizer, precision = make_mesh("1,2,2"), OptimizerConfig().build(3), parse_precision("f32")
     state, shardings = state_structs(Bigrams.init, optimizer, mesh, precision)
     step = TrainStep(
-        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings, precision=precision,
-        microbatches=1,
+        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings,
+        settings=StepSettings(precision=precision), microbatches=1,
     )  # fmt: skip
     row = {name: jax.ShapeDtypeStruct((9,), dtype) for name, dtype in (("tokens", np.int32), ("loss_mask", np.bool_))}
     text = step.lower(state, batch_structs(row, 8, mesh)).as_text()
@@ -95,8 +96,8 @@ def step_once(shape, microbatches, reduce_dtype=None, optimizer=None, schedule=N
     state, shardings = init_state(model, optimizer, mesh, precision, launch)
     state = dataclasses.replace(state, step=state.step + before)
     step = TrainStep(
-        loss_fn=lm_loss, optimizer=optimizer, schedule=schedule, mesh=mesh, shardings=shardings, precision=precision,
-        microbatches=microbatches, reduce_dtype=reduce_dtype,
+        loss_fn=lm_loss, optimizer=optimizer, schedule=schedule, mesh=mesh, shardings=shardings,
+        settings=StepSettings(precision=precision, reduce_dtype=reduce_dtype), microbatches=microbatches,
     )  # fmt: skip
     rng = np.random.default_rng(0)
     columns = {"tokens": rng.integers(0, 16, (rows, 9), np.int32), "loss_mask": rng.random((rows, 9)) < 0.5}

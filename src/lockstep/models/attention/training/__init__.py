@@ -5,4 +5,5 @@ from lockstep.models.attention.training.backend import attention_products as att
 from lockstep.models.attention.training.backend import check_backend as check_backend
 from lockstep.models.attention.training.backend import self_attention as self_attention
 from lockstep.models.attention.training.causal import CausalAttention as CausalAttention
+from lockstep.models.attention.training.causal import HeadArrays as HeadArrays
 from lockstep.models.attention.training.context import SplitPositions as SplitPositions

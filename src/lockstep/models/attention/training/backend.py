@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from lockstep.errors import ConfigError
 from lockstep.models.attention.training.causal import (
     QUERY_BLOCK,
     CausalAttention,
+    HeadArrays,
     Queries,
     blockwise_attention,
     dense_attention,
@@ -61,12 +62,8 @@ def attention_products(backend: AttentionBackend, length: int, window: int | Non
 
 
 def self_attention(
-    q: Float[Array, "batch position kv_head group head"],
-    k: Float[Array, "batch position kv_head head"],
-    v: Float[Array, "batch position kv_head value"],
-    segment_ids: Int[Array, "batch position"] | None,
+    arrays: HeadArrays,
     attention: CausalAttention,
-    sinks: Float[Array, "kv_head group"] | None = None,
     *,
     backend: AttentionBackend,
     split: SplitPositions | None = None,
@@ -77,9 +74,6 @@ def self_attention(
     """Attend over whole sequences, by the devices of the mesh that is set.
 
     Args:
-        q: The queries; ``group`` of them share a key/value head.
-        segment_ids: The document of each position; a query looks at no other document. None: a row is one document.
-        sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
         backend: The implementation; ``default`` is splash on TPU, running or only compiled for, else ``jax_flash``.
         split: The devices that share a row, whose positions are in its `SplitPositions.order`; None: each has whole
             rows, in order.
@@ -94,7 +88,7 @@ def self_attention(
     splash = backend == "splash" or (backend == "default" and platform == "tpu")
     plain = dense_attention if backend == "vanilla" else blockwise_attention
     if not splash and split is None:
-        return plain(q, k, v, segment_ids, attention, sinks)
+        return plain(arrays, attention)
     if splash and platform != "tpu" and not interpret:
         devices = "no mesh is set" if platform is None else f"the devices of the mesh are of platform {platform!r}"
         raise ConfigError(
@@ -105,33 +99,31 @@ def self_attention(
     if split is not None:
         order, positions = jnp.asarray(split.order), split.axis
         if splash:
-            kernel, kernel_spec = _split_kernel(q, attention, split, head_axes, interpret)
+            kernel, kernel_spec = _split_kernel(arrays.q, attention, split, head_axes, interpret)
 
-    def local(
-        q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None, *own: Any
-    ) -> Float[Array, "batch query kv_head group value"]:
+    def local(arrays: HeadArrays, *own: Any) -> Float[Array, "batch query kv_head group value"]:
         if split is None:
-            return splash_attention(q, k, v, segments, attention, sinks, interpret=interpret)
+            return splash_attention(arrays, attention, interpret=interpret)
         order, query_segments, kernel = own
-        k, v = split.joined(k), split.joined(v)
-        segments = None if segments is None else split.joined(segments)
+        segments = None if arrays.segment_ids is None else split.joined(arrays.segment_ids)
+        arrays = HeadArrays(arrays.q, split.joined(arrays.k), split.joined(arrays.v), segments, arrays.sinks)
         if splash:
-            return splash_attention(q, k, v, segments, attention, sinks, query_segments=query_segments, kernel=kernel)
-        return plain(q, k, v, segments, attention, sinks, Queries(order, query_segments))
+            return splash_attention(arrays, attention, query_segments=query_segments, kernel=kernel)
+        return plain(arrays, attention, Queries(order, query_segments))
 
     # XLA cannot split a kernel over devices. For a split row it gathers keys, values and segment ids.
     whole, rows = PartitionSpec(batch_axes, None, head_axes), PartitionSpec(batch_axes)
     queries = PartitionSpec(batch_axes, positions, head_axes)
-    specs = (rows, PartitionSpec(head_axes))
+    specs: Any = queries, whole, whole, rows, PartitionSpec(head_axes)
     own = (PartitionSpec(positions), PartitionSpec(batch_axes, positions), kernel_spec)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(queries, whole, whole, *specs, *own),
+        in_specs=(HeadArrays(*specs), *own),
         out_specs=queries,
         axis_names=auto_axes(mesh),
         check_vma=False,  # the kernel does not say over which axes its result varies
-    )(q, k, v, segment_ids, sinks, order, segment_ids, kernel)
+    )(arrays, order, arrays.segment_ids, kernel)
 
 
 def _split_kernel(

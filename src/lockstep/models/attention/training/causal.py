@@ -49,6 +49,19 @@ class CausalAttention:
         return allowed & (query_segments[:, :, None] == key_segments[:, None, :])
 
 
+class HeadArrays(NamedTuple):
+    """The arrays that attention over whole rows reads."""
+
+    q: Float[Array, "batch query kv_head group head"]
+    """The queries; ``group`` of them share a key/value head."""
+    k: Float[Array, "batch position kv_head head"]
+    v: Float[Array, "batch position kv_head value"]
+    segment_ids: Int[Array, "batch position"] | None = None
+    """The document of each position; a query looks at no other document. None: a row is one document."""
+    sinks: Float[Array, "kv_head group"] | None = None
+    """The score of each query head for nothing, which takes a part of its softmax; None for none."""
+
+
 class Queries(NamedTuple):
     """The queries that a device has of a row."""
 
@@ -70,7 +83,7 @@ def attend_masked(
     Args:
         q: The queries; ``group`` of them share a key/value head.
         mask: True where a query may look at a key; every query may look at one at least.
-        sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
+        sinks: See `HeadArrays`.
     """
     scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k, preferred_element_type=jnp.float32) * attention.scale
     if attention.soft_cap is not None:
@@ -84,22 +97,14 @@ def attend_masked(
 
 
 def dense_attention(
-    q: Float[Array, "batch query kv_head group head"],
-    k: Float[Array, "batch position kv_head head"],
-    v: Float[Array, "batch position kv_head value"],
-    segment_ids: Int[Array, "batch position"] | None,
-    attention: CausalAttention,
-    sinks: Float[Array, "kv_head group"] | None = None,
-    queries: Queries | None = None,
+    arrays: HeadArrays, attention: CausalAttention, queries: Queries | None = None
 ) -> Float[Array, "batch query kv_head group value"]:
     """Attend with the scores of all pairs of positions in memory, kept for the backward pass.
 
     Args:
-        q: The queries; ``group`` of them share a key/value head.
-        segment_ids: The document of each position; None: a row is one document.
-        sinks: The score of each query head for nothing, which takes a part of its softmax; None for none.
         queries: The queries, where they are not those of all positions.
     """
+    q, k, v, segment_ids, sinks = arrays
     keys = jnp.arange(k.shape[1])
     queries = queries or Queries(keys, segment_ids)
     mask = attention.mask(queries.positions, keys, queries.segment_ids, segment_ids)
@@ -107,15 +112,7 @@ def dense_attention(
 
 
 def blockwise_attention(
-    q: Float[Array, "batch query kv_head group head"],
-    k: Float[Array, "batch position kv_head head"],
-    v: Float[Array, "batch position kv_head value"],
-    segment_ids: Int[Array, "batch position"] | None,
-    attention: CausalAttention,
-    sinks: Float[Array, "kv_head group"] | None = None,
-    queries: Queries | None = None,
-    *,
-    query_block: int = QUERY_BLOCK,
+    arrays: HeadArrays, attention: CausalAttention, queries: Queries | None = None, *, query_block: int = QUERY_BLOCK
 ) -> Float[Array, "batch query kv_head group value"]:
     """Attend with the scores of some queries in memory, in the backward pass too, which computes them again.
 
@@ -125,9 +122,10 @@ def blockwise_attention(
     Args:
         query_block: The number of queries at a time; the others are as in `dense_attention`.
     """
+    q, k, v, segment_ids, sinks = arrays
     batch, length, kv_heads, group, head = q.shape
     if length <= query_block:
-        return dense_attention(q, k, v, segment_ids, attention, sinks, queries)
+        return dense_attention(arrays, attention, queries)
     blocks = -(-length // query_block)
     keys = jnp.arange(k.shape[1])
     queries = queries or Queries(keys, segment_ids)

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
 from jaxtyping import Array, Float, Int
 
-from lockstep.models.attention.training.causal import CausalAttention
+from lockstep.models.attention.training.causal import CausalAttention, HeadArrays
 from lockstep.models.attention.training.context import SplitPositions
 
 LANES: Final = 128
@@ -66,12 +66,8 @@ def splash_kernel(
 
 
 def splash_attention(
-    q: Float[Array, "batch query kv_head group head"],
-    k: Float[Array, "batch position kv_head head"],
-    v: Float[Array, "batch position kv_head value"],
-    segment_ids: Int[Array, "batch position"] | None,
+    arrays: HeadArrays,
     attention: CausalAttention,
-    sinks: Float[Array, "kv_head group"] | None = None,
     *,
     query_segments: Int[Array, "batch query"] | None = None,
     kernel: SplashAttentionKernel | None = None,
@@ -82,13 +78,12 @@ def splash_attention(
     Rows whose length is not a multiple of `LANES` are padded at their end, where no query of theirs looks.
 
     Args:
-        q: The queries; ``group`` of them share a key/value head, which is not repeated.
-        segment_ids: The document of each position; None: a row is one document.
-        sinks: The score of each query head for nothing; None for none.
+        arrays: The arrays, whose key/value heads are not repeated.
         query_segments: The document of each query, with ``kernel``.
         kernel: This device's part of the kernel of a split row; None: the queries are those of all positions.
         interpret: Whether to run without a TPU, slowly, for tests.
     """
+    q, k, v, segment_ids, sinks = arrays
     batch, length, kv_heads, group, head = q.shape
     padding = -length % LANES if kernel is None else 0
     # The kernel has no scale.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep.models.attention import CausalAttention
+from lockstep.models.attention import CausalAttention, HeadArrays
 
 CASES = {
     "plain": (CausalAttention(scale=0.3), False),
@@ -36,7 +36,7 @@ def with_gradients(function, inputs, attention, **options):
     weights = np.random.default_rng(1).standard_normal(inputs[0].shape).astype(np.float32)
 
     def total(q, k, v, *sinks):
-        out = function(q, k, v, inputs[3], attention, *sinks, **options)
+        out = function(HeadArrays(q, k, v, inputs[3], *sinks), attention, **options)
         return jnp.sum(out * weights), out
 
     arrays = (*inputs[:3], *inputs[4:])

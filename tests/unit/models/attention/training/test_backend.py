@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.models.attention.training import CausalAttention, self_attention
+from lockstep.models.attention.training import CausalAttention, HeadArrays, self_attention
 from lockstep.models.attention.training.backend import attention_products, check_backend
 from lockstep.placement import make_mesh
 
@@ -18,7 +18,7 @@ def traced(backend, mesh=None):
     k = jax.ShapeDtypeStruct((1, LENGTH, 1, 8), jnp.float32)
 
     def attend(q, k, v):
-        return self_attention(q, k, v, None, CausalAttention(scale=1.0), backend=backend)
+        return self_attention(HeadArrays(q, k, v), CausalAttention(scale=1.0), backend=backend)
 
     with jax.set_mesh(mesh) if mesh is not None else jax.default_device(None):
         return str(jax.make_jaxpr(attend)(q, k, k))

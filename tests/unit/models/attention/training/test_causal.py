@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.models.attention.training.causal import CausalAttention, blockwise_attention, dense_attention
+from lockstep.models.attention.training.causal import CausalAttention, HeadArrays, blockwise_attention, dense_attention
 from tests.unit.models.attention.training.cases import CASES, SINKS, arrays, with_gradients
 
 
@@ -28,7 +28,7 @@ def in_numpy(q, k, v, segments, attention):
 def test_dense_attention_is_the_loop(case):
     attention, packed = CASES[case]
     inputs = arrays(20, packed=packed)
-    found = jax.jit(dense_attention, static_argnums=4)(*inputs, attention)
+    found = jax.jit(dense_attention, static_argnums=1)(HeadArrays(*inputs), attention)
     np.testing.assert_allclose(found, in_numpy(*inputs, attention), atol=2e-6)
 
 
@@ -62,7 +62,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
         inputs = arrays(length, batch=1, kv_heads=1, group=1, head=8)
 
         def total(*qkv):
-            return jnp.sum(function(*qkv, None, attention, **options))
+            return jnp.sum(function(HeadArrays(*qkv), attention, **options))
 
         compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*inputs[:3]).compile()
         return compiled.memory_analysis().temp_size_in_bytes
