@@ -83,7 +83,7 @@ def chat_text(
         options |= {**date_options(tokenizer), **template_kwargs(tokenizer), **({"tools": tools} if tools else {})}
         with panics_as_errors():
             return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
-    template = tokenizer.get_chat_template(tools=list(tools) or None)
+    template = tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
     parts = {"tools": bool(tools), "tool_calls": any(message.get("tool_calls") for message in chat)}
     for name, is_there in parts.items():
         # Its program is not parsed here: what it has in no word it does not write.
