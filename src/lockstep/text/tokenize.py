@@ -86,8 +86,8 @@ def chat_text(
     template = tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
     parts = {"tools": bool(tools), "tool_calls": any(message.get("tool_calls") for message in chat)}
     for name, is_there in parts.items():
-        # Its program is not parsed here: what it has in no word it does not write.
-        if is_there and not re.search(rf"\b{name}\b", template):
+        # Its program is not parsed here: what it has in no word it does not write, but for whole objects as JSON.
+        if is_there and not re.search(rf"\b({name}|tojson)\b", template):
             raise PromptError(f"it does not mention {name}, which the chat has: use one that does, or leave them out")
     for change in template_message_changes().values():
         chat = change(chat)
