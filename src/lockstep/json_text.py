@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, HostError, LockstepError
 _NAMES: Final[dict[type, str]] = {dict: "an object", list: "a list"}
 FOREIGN: Final = "It comes from a process of another version, or from somebody else (docs/security.md)."
 """The fix for a message of another process that cannot be read."""
+_POINTER: Final = b"version https://git-lfs"
 _SHOWN: Final = 300  # characters of what Python says of a value; some errors have all of it
 
 
@@ -37,10 +38,17 @@ def parse_json[Found](
     except UnicodeDecodeError as wrong:
         raise error(f"{place} is not UTF-8: {wrong}. {fix}") from None
     except ValueError as wrong:  # numbers with more digits than Python reads, too
-        raise error(f"{place} is not JSON: {wrong}. {fix}") from None
+        raise error(f"{place} {pointer_text(text) or f'is not JSON: {wrong}. {fix}'}") from None
     if not isinstance(parsed, kind):
         raise error(f"{place} is a JSON {type(parsed).__name__}, not {_NAMES.get(kind, kind.__name__)}. {fix}")
     return parsed
+
+
+def pointer_text(text: str | bytes | bytearray) -> str:
+    """The rest of a sentence on a file that git has left a pointer for, for an error; empty where it is no pointer."""
+    if (text[: len(_POINTER)].encode(errors="replace") if isinstance(text, str) else text[: len(_POINTER)]) != _POINTER:
+        return ""
+    return "is a pointer of Git LFS, not the file itself. Run git lfs pull where it was cloned, or download it."
 
 
 def lone_surrogate(text: str) -> str:

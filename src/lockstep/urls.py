@@ -1,6 +1,7 @@
 """The only file that opens URLs: which ones may be, and what a file that others wrote may name."""
 
 import contextlib
+import glob
 import http.client
 import io
 import os
@@ -25,6 +26,7 @@ PLACEHOLDER: Final = "YOUR_BUCKET"  # the name of a bucket in configurations as 
 PROTOCOLS: Final = ("file", "local", "memory", "gs", "gcs", "s3", "az", "abfs", "hf", "http", "https")
 """The schemes of URLs that are read. Other file systems of fsspec read what a URL names as instructions: ``reference``
 renders its templates with jinja2, which runs code."""
+_WILDCARDS: Final = frozenset("*?[")
 CHECKPOINT_PROTOCOLS: Final = ("gs", "s3", "az", "hf")
 """Those of them that a training checkpoint may be at; ``etils.epath`` takes any other for a local path."""
 
@@ -75,6 +77,23 @@ def url_to_fs(url: str | os.PathLike[str]) -> tuple[Any, str]:
     filesystem, path = fsspec.core.url_to_fs(text)
     is_own = isinstance(filesystem, LocalFileSystem | MemoryFileSystem)
     return filesystem if is_own else RemoteFiles(filesystem), path
+
+
+def files_of(filesystem: Any, path: str) -> dict[str, Any]:
+    """Return what a file system says of each file or directory that a path with wildcards matches, links followed.
+
+    A name of a file may have the signs of wildcards in it, and so may the directory that a pattern is in.
+
+    Args:
+        filesystem: The file system of `url_to_fs`, which has the path.
+    """
+    if not set(path) & _WILDCARDS or filesystem.exists(path):
+        return {path: filesystem.info(path)} if filesystem.exists(path) else {}
+    directory = path.rpartition("/")[0]
+    while set(directory) & _WILDCARDS and not filesystem.isdir(directory):
+        directory = directory.rpartition("/")[0]
+    listed = filesystem.glob(glob.escape(directory) + path[len(directory) :], detail=True)
+    return {name: filesystem.info(name) if info.get("islink") else info for name, info in sorted(listed.items())}
 
 
 def checkpoint_path(url: str) -> "epath.Path":

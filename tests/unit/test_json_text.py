@@ -21,6 +21,8 @@ from lockstep.types import Drafts, Request, SamplingParams
         ("[" * 100_000, "the file is JSON that is nested too deeply to be read. Mend it."),
         ("1" * 5000, "the file is not JSON: .*digits.*. Mend it."),
         ("[]", "the file is a JSON list, not an object. Mend it."),
+        ("version https://git-lfs.github.com/spec/v1\noid", "the file is a pointer of Git LFS, .*git lfs pull"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "the file is a pointer of Git LFS, .*git lfs pull"),
         ("null", "the file is a JSON NoneType, not an object. Mend it."),
     ],
 )

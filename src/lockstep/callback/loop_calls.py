@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, Protocol
 
+import numpy as np
+
 from lockstep.errors import ConfigError, LockstepError
 
 
@@ -36,10 +38,24 @@ def by_one_thread[**Arguments, Result](
 
 
 def completed_steps(info: Any) -> int:
-    """The number of completed steps."""
+    """The number of completed steps.
+
+    Raises:
+        ConfigError: There is none, or it is no whole number.
+    """
     for name in ("next_step", "step"):
-        if hasattr(info, name):
-            return int(getattr(info, name))
+        if not hasattr(info, name):
+            continue
+        value = getattr(info, name)
+        try:
+            if not np.shape(value) and int(value) == value:
+                return int(value)
+        except (TypeError, ValueError, OverflowError):  # a traced value, too
+            pass
+        raise ConfigError(
+            f"{name} is {value!r:.200}; it must be one whole number, the number of completed steps. Pass int(step), "
+            "outside jit, grad, scan and the like."
+        )
     raise ConfigError(
         f"a {type(info).__name__} has neither next_step nor step, the number of completed steps. Pass "
         "types.SimpleNamespace(step=step, model=model)."

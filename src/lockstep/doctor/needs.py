@@ -22,7 +22,7 @@ from lockstep.hosts import digest
 from lockstep.json_text import parse_json
 from lockstep.models import check_hf, read_hf_config
 from lockstep.text import load_tokenizer
-from lockstep.urls import read_http, url_to_fs
+from lockstep.urls import files_of, read_http, url_to_fs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ def check_read(url: str) -> Finding:
     name = f"data {url}"
     try:
         filesystem, path = url_to_fs(url)
-        names = filesystem.glob(path) if re.search(r"[*?\[]", path) else [path] * filesystem.exists(path)
+        names = files_of(filesystem, path)
     except Exception as error:
         return Finding.to_fix(name, f"looking for it failed: {_text(error)}", _access(url))
     if not names:

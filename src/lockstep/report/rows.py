@@ -2,14 +2,18 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
 from lockstep.health import AnsweredPrompt, Health
+from lockstep.printable import get_logger
 from lockstep.text import THINKING, Answer, Prompt, split_answer
 from lockstep.types import Completion
+
+log = get_logger(__name__)
 
 COLUMNS = (
     "step",
@@ -171,6 +175,9 @@ class CompletionRow:
             keep_tokens: Whether it keeps the ids and log-probabilities of its tokens.
             **when: Further fields of the row, of which ``step`` or ``round`` says when it was sampled.
         """
+        logprob = float(np.mean(completion.logprobs)) if completion.logprobs else 0.0
+        if math.isnan(logprob):
+            _warn_of_nan()
         return cls(
             prompt_id=completion.prompt_id,
             generation_id=completion.generation_id,
@@ -178,7 +185,7 @@ class CompletionRow:
             generated_text=text,
             num_tokens=len(completion.tokens),
             finish_reason=str(completion.finish_reason),
-            mean_logprob=float(np.mean(completion.logprobs)) if completion.logprobs else 0.0,
+            mean_logprob=logprob,
             fields=prompt.fields,
             kept=(tuple(map(int, completion.tokens)), tuple(map(float, completion.logprobs))) if keep_tokens else None,
             **when,
@@ -249,6 +256,14 @@ class SampleRow(CompletionRow):
 def metric_names(rows: Iterable[TableRow]) -> tuple[str, ...]:
     """The names of the metrics that any of some rows has, in order of first appearance."""
     return tuple(dict.fromkeys(name for row in rows for name in row.metrics))
+
+
+@functools.cache
+def _warn_of_nan() -> None:
+    log.warning(
+        "answers have log-probabilities that are no numbers (NaN), so their tokens mean nothing: a weight of the model "
+        "is NaN or infinite, or a sum in float16 was. Take an earlier checkpoint, or another dtype."
+    )
 
 
 def _prompt_end(values: Mapping[str, Any]) -> str:

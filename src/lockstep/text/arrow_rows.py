@@ -31,13 +31,18 @@ def parquet_rows(
         columns: The names of the columns; None for all.
 
     Raises:
-        ConfigError: The rows of a group have more than ``max_bytes`` each, on average.
+        ConfigError: The rows of a group have more than ``max_bytes`` each, on average; or two columns have one name.
         ValueError: The pages of a group are larger than `BATCH_BYTES` and than what such a file can be compressed from.
     """
     from pyarrow.parquet import ParquetFile
 
+    names = table.schema_arrow.names
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"it has two columns {min(twice)!r}. Rename or remove one of them")
     for number in groups:
         group = table.metadata.row_group(number)
+        if not group.num_rows:  # it has no pages
+            continue
         parts = [group.column(index) for index in range(group.num_columns)]
         parts = [column for column in parts if columns is None or column.path_in_schema.split(".")[0] in columns]
         mean = sum(column.total_uncompressed_size for column in parts) // max(group.num_rows, 1)

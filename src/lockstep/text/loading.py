@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.files import write_file
-from lockstep.json_text import FOREIGN
+from lockstep.json_text import FOREIGN, parse_json
 from lockstep.limits import TOKENIZER_BYTES, check_regular, read_object, read_small
 from lockstep.printable import get_logger
 from lockstep.storage import WAIT_S, call_storage
@@ -227,6 +227,8 @@ def _from_place(name: str, commit: str | None) -> "PreTrainedTokenizerBase":
     except (ConfigError, HostTimeoutError):
         raise
     except Exception as error:  # transformers raises whatever its parser or its download raised
+        if directory.is_dir():
+            _check_json(name, directory)
         first_line = str(error).strip().split("\n")[0]
         where = (
             f"the directory {name!r} could not be read as a tokenizer"
@@ -239,6 +241,18 @@ def _from_place(name: str, commit: str | None) -> "PreTrainedTokenizerBase":
             at = "" if directory.is_dir() else "@COMMIT"
             fix = f"If you trust it, name it in trust_remote_code too: --trust_remote_code {name}{at}."
         raise ConfigError(f"{where} ({type(error).__name__}: {first_line}). {fix}") from error
+
+
+def _check_json(name: str, directory: Path) -> None:
+    """Refuse by name the file of a tokenizer that is no JSON."""
+    for path in sorted(directory.glob("*.json")):
+        if _READ_WHOLE.match(path.name):
+            parse_json(
+                read_small(path, TOKENIZER_BYTES).decode(errors="replace"),
+                f"{name}/{path.name}",
+                object,
+                "Save it again.",
+            )
 
 
 def _read(place: str, commit: str | None) -> "PreTrainedTokenizerBase":

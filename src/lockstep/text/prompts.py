@@ -1,23 +1,20 @@
 """Prompts: reading them from a list or a file, and turning them into token ids."""
 
-import codecs
-import csv
 import dataclasses
 import functools
-import io
-import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.errors import HostTimeoutError, PromptError
-from lockstep.json_text import lone_surrogate, parse_json, without_nulls
+from lockstep.errors import PromptError
+from lockstep.json_text import lone_surrogate, without_nulls
 from lockstep.limits import PROMPT_LINE_BYTES
 from lockstep.printable import get_logger
-from lockstep.text.arrow_rows import parquet_rows
 from lockstep.text.limits import LengthLimit, ModelLimits, unknown_token
+from lockstep.text.prompt_files import prompt_items
+from lockstep.text.template_kwargs import stored_tools
 from lockstep.text.tokenize import chat_text, count_appended, encode_text
-from lockstep.urls import url_to_fs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,12 +24,9 @@ log = get_logger(__name__)
 PromptFormat = Literal["chat", "text"]
 
 type PromptSource = str | Sequence[str | Mapping[str, Any]]
-"""A path or URL of a file of `PROMPT_FILES`, or a list of texts and mappings."""
+"""A path or URL of a file (`prompt_items`), or a list of texts and mappings."""
 
-PROMPT_FILES = (".txt", ".jsonl", ".ndjson", ".jsonlines", ".csv", ".tsv", ".parquet")
-"""Ends of the names of files of prompts: a prompt per line, a JSON object per line, or a prompt per row."""
 INLINE_KEYS = ("prompt", "messages", "answer")
-_FIX = 'Write one object per line, such as {"prompt": "…", "answer": "…"}.'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +60,10 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
-            raise PromptError(f"prompt {self.id} needs a text or chat messages, exactly one of the two.")
+            raise PromptError(
+                f"prompt {self.id} needs a text or chat messages, exactly one of the two. Where a file has both, let "
+                "prompt_field or messages_field name a field that it does not have."
+            )
         if self.text is not None and not self.text.strip():
             raise PromptError(f"prompt {self.id} is empty ({self.text!r}). Remove it or give it text.")
         if self.messages is not None:
@@ -160,7 +157,7 @@ def iter_prompts(
     items: Iterable[tuple[str, object]]
     fields = fields or PromptFields()
     if isinstance(source, str):
-        items, name, strict = _read_file(source, max_line_bytes), source, False
+        items, name, strict = prompt_items(source, max_line_bytes), source, False
     else:
         items = ((f"prompts[{index}]", item) for index, item in enumerate(source))
         name, fields, strict = "prompts", PromptFields(format=fields.format), True
@@ -258,7 +255,9 @@ def _encode_one(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> tuple[i
             "Use a tokenizer with one (chat_template.jinja beside tokenizer.json), or write the prompt as plain text."
         )
     try:
-        text = chat_text(tokenizer, prompt.messages, add_generation_prompt=True)
+        text = chat_text(
+            tokenizer, prompt.messages, tools=stored_tools(prompt.fields.get("tools")), add_generation_prompt=True
+        )
     except Exception as error:  # the template is a program of the tokenizer's: it may raise anything
         raise PromptError(f"prompt {prompt.id}: the tokenizer's chat template refused its messages: {error}") from error
     return tuple(encode_text(tokenizer, text, add_special_tokens=False))
@@ -272,8 +271,9 @@ def _parse(index: int, item: object, fields: PromptFields, *, strict: bool) -> P
     if strict and (unknown := [key for key in item if key not in INLINE_KEYS]):
         raise PromptError(f"unknown field {unknown[0]!r}; a prompt has {', '.join(INLINE_KEYS)}.")
     text, messages, answer = item.get(fields.prompt), item.get(fields.messages), item.get(fields.answer)
+    named = fields.messages
     if messages is None and isinstance(text, Sequence) and not isinstance(text, str):
-        text, messages = None, text  # as TRL names the messages of a prompt
+        text, messages, named = None, text, fields.prompt  # as TRL names the messages of a prompt
     if text is None and messages is None:
         raise PromptError(
             f"has neither {fields.prompt!r} nor {fields.messages!r} (its fields: "
@@ -281,14 +281,19 @@ def _parse(index: int, item: object, fields: PromptFields, *, strict: bool) -> P
         )
     if text is not None and not isinstance(text, str):
         raise PromptError(f"{fields.prompt!r} is {text!r}; it must be a text, or a list of messages.")
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
+    if isinstance(answer, float) and answer.is_integer():  # as a column of whole numbers has of which one is missing
+        answer = int(answer)
+    if type(answer) is int or (isinstance(answer, float) and math.isfinite(answer)):
         answer = str(answer)
     if answer is not None and not isinstance(answer, str):
-        raise PromptError(f"{fields.answer!r} is {answer!r}; it must be a text or a number. Put it in quotes.")
+        raise PromptError(
+            f"{fields.answer!r} is {answer!r}; it must be a text or a finite number. Put it in quotes, or write null "
+            "where there is none."
+        )
     if messages is not None and (
         not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages)
     ):
-        raise PromptError(f"{fields.messages!r} is {messages!r}; it must be a list of {{role, content}}.")
+        raise PromptError(f"{named!r} is {messages!r}; it must be a list of {{role, content}}.")
     further = {str(key): item[key] for key in item if key not in (fields.prompt, fields.messages, fields.answer)}
     if text is not None and messages is None:
         return _formatted(index, text, answer, further, fields)
@@ -301,98 +306,3 @@ def _formatted(index: int, text: str, answer: str | None, further: Mapping[str, 
     if fields.format == "chat" and text.strip():
         return Prompt(id=index, messages=({"role": "user", "content": text},), answer=answer, fields=further)
     return Prompt(id=index, text=text, answer=answer, fields=further)
-
-
-def _read_file(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]:
-    if not path.endswith(PROMPT_FILES):
-        raise PromptError(
-            f"prompts is the text {path!r}, which is taken as a file and must end in .txt (a prompt per line) or "
-            f"{', '.join(PROMPT_FILES[1:])}. For a prompt in the config itself, write a list: prompts: ['…']."
-        )
-    if path.endswith(".parquet"):
-        yield from _read_parquet(path, max_line_bytes)
-        return
-    if path.endswith((".csv", ".tsv")):
-        yield from _read_table(path, max_line_bytes)
-        return
-    for number, line in enumerate(_read_lines(path, max_line_bytes), start=1):
-        place = f"{path}:{number}"
-        if not line.strip():
-            continue
-        if path.endswith(".txt"):
-            yield place, line
-            continue
-        yield place, parse_json(line, place, object, _FIX, PromptError)
-
-
-def _read_table(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]:
-    """The rows of a file of values with separators, whose first row has their names."""
-    lines = (f"{line}\n" for line in _read_lines(path, max_line_bytes))
-    csv.field_size_limit(max(csv.field_size_limit(), max_line_bytes))
-    reader = csv.DictReader(lines, delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
-    try:
-        for row in reader:
-            if None in row or None in row.values():
-                raise PromptError(
-                    f"{path}:{reader.line_num} has another number of values than the first line has names, "
-                    f"{len(reader.fieldnames or ())}. Correct it, or quote values with separators in them."
-                )
-            yield f"{path}:{reader.line_num}", row
-    except csv.Error as error:
-        raise PromptError(f"{path}:{reader.line_num} is not CSV: {error}. Correct it.") from None
-
-
-def _read_parquet(path: str, max_bytes: int) -> Iterator[tuple[str, object]]:
-    try:
-        import pyarrow.parquet
-
-        filesystem, opened = url_to_fs(path)
-        with filesystem.open(opened, "rb") as stream, pyarrow.parquet.ParquetFile(stream) as table:
-            groups = range(table.num_row_groups)
-            for number, row in enumerate(parquet_rows(table, stream, groups, None, max_bytes), start=1):
-                if row is None:
-                    raise _too_long(f"{path}:{number}", max_bytes, "row")
-                yield f"{path}:{number}", row
-    except ImportError as error:
-        raise PromptError(
-            f"prompt file {path!r} needs pyarrow, which cannot be imported ({error}). Install it with "
-            "pip install 'jax-lockstep[parquet]'."
-        ) from error
-    except (PromptError, HostTimeoutError):
-        raise
-    except Exception as error:  # each file system has its own errors
-        raise PromptError(f"prompt file {path!r} could not be read ({type(error).__name__}: {error}).") from error
-
-
-def _read_lines(path: str, max_line_bytes: int) -> Iterator[str]:
-    try:
-        filesystem, opened = url_to_fs(path)
-        with filesystem.open(opened, "rb") as raw:
-            file = raw if hasattr(raw, "peek") else io.BufferedReader(raw)
-            for number in itertools.count(1):
-                line = file.readline(max_line_bytes + 1)
-                if not line:
-                    return
-                if len(line) > max_line_bytes:
-                    raise _too_long(f"{path}:{number}", max_line_bytes, "line")
-                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                yield _decoded(text, f"{path}:{number}").rstrip("\r\n")
-    except (PromptError, HostTimeoutError):
-        raise
-    except FileNotFoundError:
-        raise PromptError(
-            f"prompt file {path!r} does not exist. Fix the path; relative paths start at the working directory."
-        ) from None
-    except Exception as error:  # each file system has its own errors (permissions, credentials, missing package)
-        raise PromptError(f"prompt file {path!r} could not be read ({type(error).__name__}: {error}).") from error
-
-
-def _too_long(place: str, max_bytes: int, item: str) -> PromptError:
-    return PromptError(f"{place} has more than {max_bytes:,} bytes (max_line_bytes). Raise that, or cut the {item}.")
-
-
-def _decoded(line: bytes, place: str) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{place} is not UTF-8: {error}. Convert the file.") from None

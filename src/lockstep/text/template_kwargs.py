@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, PromptError
+from lockstep.json_text import parse_json, without_nulls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,6 +78,22 @@ def set_tools(
                 f"({error}). Give each argument a type, and the function a docstring with a line for each of Args."
             ) from error
     vars(tokenizer)[_ATTRIBUTE] = {**template_kwargs(tokenizer), "tools": schemas}
+
+
+def stored_tools(value: object) -> Sequence[Mapping[str, Any]]:
+    """Return the tools of a chat as its record has them: a list of schemas or its JSON text, without the nulls of a
+    column's other records; none where it has none.
+
+    Raises:
+        PromptError: They are something else.
+    """
+    fix = "Write a list of the schemas of functions, or rename the field where it is something else."
+    listed = parse_json(value, "'tools'", object, fix, PromptError) if isinstance(value, str) and value else value
+    if not listed:
+        return ()
+    if not isinstance(listed, list | tuple) or not all(isinstance(tool, Mapping) for tool in listed):
+        raise PromptError(f"'tools' is {listed!r:.200}, which is no list of functions. {fix}")
+    return list(without_nulls(listed))
 
 
 def template_kwargs(tokenizer: Any) -> Mapping[str, Any]:

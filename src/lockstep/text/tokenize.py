@@ -1,6 +1,7 @@
 """Calls of a tokenizer. It may be somebody else's, and its library panics."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,17 +58,20 @@ def chat_text(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, Any]],
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
 ) -> str:
     """The text that the tokenizer's chat template makes of messages, as ``apply_chat_template`` of transformers.
 
     Args:
+        tools: The schemas of the functions that the template describes; none: those of `set_tools`.
         add_generation_prompt: Whether the text ends with the beginning of an answer.
         continue_final_message: Whether the text ends with the last message, which the model goes on from.
 
     Raises:
-        PromptError: The template has refused the messages, or needs too much time or memory.
+        PromptError: The template has refused the messages, or needs too much time or memory; or it would leave out
+            tools, or calls of them.
         Exception: What a tokenizer with a method of its own raises.
     """
     from transformers import PreTrainedTokenizerBase
@@ -76,9 +80,15 @@ def chat_text(
     if getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
         options: dict[str, Any] = {"add_generation_prompt": True} if add_generation_prompt else {}
         options |= {"continue_final_message": True} if continue_final_message else {}
-        options |= {**date_options(tokenizer), **template_kwargs(tokenizer)}
+        options |= {**date_options(tokenizer), **template_kwargs(tokenizer), **({"tools": tools} if tools else {})}
         with panics_as_errors():
             return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
+    template = tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
+    parts = {"tools": bool(tools), "tool_calls": any(message.get("tool_calls") for message in chat)}
+    for name, is_there in parts.items():
+        # Its program is not parsed here: what it has in no word it does not write, but for whole objects as JSON.
+        if is_there and not re.search(rf"\b({name}|tojson)\b", template):
+            raise PromptError(f"it does not mention {name}, which the chat has: use one that does, or leave them out")
     for change in template_message_changes().values():
         chat = change(chat)
     if continue_final_message:
@@ -89,8 +99,8 @@ def chat_text(
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    variables |= {**tokenizer.special_tokens_map, **template_kwargs(tokenizer)}
-    text = PROCESS.render(tokenizer.get_chat_template(), variables, date_seen(tokenizer))
+    variables |= {**tokenizer.special_tokens_map, **template_kwargs(tokenizer), **({"tools": tools} if tools else {})}
+    text = PROCESS.render(template, variables, date_seen(tokenizer))
     if not continue_final_message:
         return text
     before, mark, after = text.rpartition(_END.strip())

@@ -1,10 +1,15 @@
 """What a training loop may pass, and that it calls from one thread."""
 
+import math
 import threading
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from lockstep.callback.loop_calls import completed_steps
 from lockstep.errors import ConfigError, LockstepError
 from tests import tiny
 from tests.unit.callback.test_sample_callback import Counting
@@ -28,6 +33,22 @@ def test_an_info_has_one_of_two_names_for_the_step_and_for_the_model(info, text)
     else:
         with pytest.raises(ConfigError, match=text):
             callback(info)
+
+
+@pytest.mark.parametrize("step", [2, 2.0, np.int64(2), np.array(2), jnp.int32(2)])
+def test_a_step_is_a_whole_number_of_any_kind(step):
+    assert completed_steps(SimpleNamespace(step=step)) == 2
+
+
+@pytest.mark.parametrize("step", [None, "2", 1.5, math.nan, math.inf, np.array([2]), jnp.ones(4)])
+def test_a_step_that_is_no_whole_number_is_refused_by_its_value(step):
+    with pytest.raises(ConfigError, match=r"step is .*; it must be one whole number.* Pass int\(step\), outside jit"):
+        completed_steps(SimpleNamespace(step=step))
+
+
+def test_a_traced_step_is_refused():
+    with pytest.raises(ConfigError, match=r"next_step is .*; it must be one whole number"):
+        jax.jit(lambda step: completed_steps(SimpleNamespace(next_step=step)))(1)
 
 
 def test_a_second_thread_inside_a_callback_is_refused_and_the_first_goes_on():

@@ -1,12 +1,14 @@
 """Rows are made of completions in one place, and survive their file."""
 
 import dataclasses
+import functools
 import json
+import math
 
 import pytest
 
 from lockstep.health import Health, State
-from lockstep.report import HEALTH_COLUMNS, Row, SampleRow
+from lockstep.report import HEALTH_COLUMNS, Row, SampleRow, rows
 from lockstep.report.row_formats import write_parquet
 from lockstep.report.saved_rows import parse_row
 from lockstep.text import Prompt
@@ -48,6 +50,18 @@ def test_a_row_of_a_job_keeps_its_tokens_where_that_is_asked_for():
 
 def test_a_completion_without_tokens_has_a_mean_of_zero():
     assert Row.from_completion(completion(), PROMPT, "", step=1).mean_logprob == 0.0
+
+
+def test_answers_of_a_model_with_nan_are_warned_of_once(caplog, monkeypatch):
+    monkeypatch.setattr(rows, "_warn_of_nan", functools.cache(rows._warn_of_nan.__wrapped__))
+    for logprob in (-1.0, -2.0):
+        SampleRow.from_completion(completion(-1.0, logprob), PROMPT, "so", round=0)
+    assert not caplog.records
+    for _ in range(2):
+        SampleRow.from_completion(completion(-1.0, math.nan), PROMPT, "!!", round=0)
+    assert [record.getMessage()[:53] for record in caplog.records] == [
+        "answers have log-probabilities that are no numbers (N"
+    ]
 
 
 def test_a_sample_row_survives_its_file():

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 import transformers
 
+from lockstep.errors import ConfigError
 from lockstep.text import Prompt, decode, encode, fetch_tokenizer, load_tokenizer, stop_ids, write_tokenizer
 from lockstep.text.answer import HARMONY
 from lockstep.text.probes import probes
@@ -62,6 +63,18 @@ def test_a_file_is_read_as_it_stands_whatever_class_and_model_are_named(kind, na
     written = json.loads((tmp_path / "written" / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast", "which transformers 4 knows too"
     assert_same(transformers.AutoTokenizer.from_pretrained(tmp_path / "written"), place / "tokenizer.json")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("\ufeff{}", "is not JSON: Unexpected UTF-8 BOM"), ("{", "is not JSON"), ("version https://git-lfs", "Git LFS")],
+)
+def test_a_file_that_is_no_json_is_named(file, text, why, tmp_path):
+    made_tokenizers.write(tmp_path, made_tokenizers.byte_level("</s>"), {"eos_token": "</s>"})
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"/{file} .*{why}"):
+        load_tokenizer(tmp_path)
 
 
 def test_the_class_names_special_tokens_where_the_configuration_names_none(tmp_path):

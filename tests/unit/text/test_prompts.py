@@ -55,6 +55,7 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
     [
         ({"prompt": CHAT["messages"], "answer": 7}, CHAT["messages"], "user: What is 3 plus 4?", "7"),
         ({"prompt": "p", "answer": 0.5}, None, "p", "0.5"),
+        ({"prompt": "p", "answer": 7.0}, None, "p", "7"),
         (
             {"messages": [{"role": "user", "content": PARTS}]},
             [{"role": "user", "content": "What is\n3 plus 4?"}],
@@ -86,17 +87,15 @@ def test_prompts_as_people_have_them(tmp_path, item, messages, shown, answer, ki
     assert prompt.messages == (None if messages is None else tuple(messages))
 
 
-@pytest.mark.parametrize(("kind", "mark"), [("csv", ","), ("tsv", "\t")])
-def test_prompts_of_a_table(tmp_path, kind, mark):
-    path = tmp_path / f"prompts.{kind}"
-    rows = [["prompt", "answer", "id"], ['"one,\n""two""\tthree"', "7", "a"], ["four", "", "b"]]
-    path.write_bytes(b"\xef\xbb\xbf" + "".join(mark.join(row) + "\r\n" for row in rows).encode())
-    first, second = read_prompts(str(path))
-    assert (first.text, first.answer, first.fields) == ('one,\n"two"\tthree', "7", {"id": "a"})
-    assert (second.text, second.answer, second.fields) == ("four", "", {"id": "b"})
-    path.write_text(f"prompt{mark}answer\none\n", encoding="utf-8")
-    with pytest.raises(PromptError, match=rf"prompts\.{kind}:2 has another number of values than the first line has"):
-        read_prompts(str(path))
+def test_the_template_describes_the_tools_of_a_prompt(tmp_path):
+    tokenizer = load_tokenizer(DEMO_TOKENIZER)
+    tokenizer.chat_template = "{{ tools[0].name }}: {{ messages[0].content }}"
+    (tmp_path / "a.jsonl").write_text(json.dumps({**CHAT, "tools": [{"name": "add"}]}), encoding="utf-8")
+    prompts = read_prompts(str(tmp_path / "a.jsonl"))
+    assert tokenizer.decode(encode(tokenizer, prompts)[0]) == "add: What is 3 plus 4?"
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(PromptError, match="does not mention tools, which the chat has"):
+        encode(tokenizer, prompts)
 
 
 def test_a_part_that_is_no_text_is_refused_by_place():
@@ -113,9 +112,14 @@ def test_a_part_that_is_no_text_is_refused_by_place():
         (["One", "  "], r"prompts\[1\]: prompt 1 is empty"),
         ([{"answer": "2"}], r"prompts\[0\]: has neither 'prompt' nor 'messages' \(its fields: answer\)"),
         ([{"prompt": "One", "anwser": "2"}], r"prompts\[0\]: unknown field 'anwser'; a prompt has prompt, messages, a"),
-        ([{"prompt": "One", "answer": [2]}], r"'answer' is \[2\]; it must be a text or a number. Put it in quotes"),
+        (
+            [{"prompt": "One", "answer": [2]}],
+            r"'answer' is \[2\]; it must be a text or a finite number. Put it in quotes",
+        ),
+        ([{"prompt": "One", "answer": float("nan")}], r"'answer' is nan; it must be .*write null where there is none"),
+        ([{"prompt": ["One"]}], r"'prompt' is \['One'\]; it must be a list of {role, content}"),
         ([{"prompt": 3}], r"'prompt' is 3; it must be a text"),
-        ([{"prompt": "One", **CHAT}], r"prompt 0 needs a text or chat messages, exactly one"),
+        ([{"prompt": "One", **CHAT}], r"prompt 0 needs a text or chat messages, exactly one .*name a field that"),
         ([{"messages": "hello"}], r"'messages' is 'hello'; it must be a list"),
         ([{"messages": []}], r"prompt 0 has an empty list of messages"),
         (["cut \ud83d"], r"prompt 0 has half a surrogate pair, '\\ud83d', which is no character"),

@@ -4,6 +4,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from lockstep.engine import Auditor, Engine, EngineConfig, Session, Sizing
 from lockstep.errors import ConfigError
@@ -95,11 +96,26 @@ def check_processes(weights: DecoderWeights, hosts: Hosts) -> None:
     needed = set(range(jax.process_count())) if hosts.count > 1 else {jax.process_index()}
     for path, array in jax.tree_util.tree_leaves_with_path(sources(weights)):
         name = source_name(path)
+        if isinstance(array, jax.core.Tracer):
+            raise ConfigError(
+                f"the weight {name} is a value of a function that is being traced ({type(array).__name__}). Call the "
+                "callback in the training loop, outside jit, grad, scan and the like."
+            )
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise ConfigError(
+                f"the weight {name} is deleted: its memory was donated, as to a train step that came after. Pass the "
+                "model that the last train step returned."
+            )
         devices = getattr(getattr(array, "sharding", None), "device_set", None)
         if devices is None:
             raise ConfigError(
                 f"the weight {name} is a {type(array).__name__} in the memory of the host, on no device. Place the "
                 "model first: jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))."
+            )
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ConfigError(
+                f"the weight {name} is {array.dtype.name}, and rounds compute with floats. Pass what it stands for: a "
+                "copy that is dequantised to bfloat16."
             )
         if array.dtype.itemsize > 4:
             raise ConfigError(

@@ -73,7 +73,8 @@ class CheckpointFiles:
         for name in self._packed:  # two tensors, which are read as one
             self._file_of[name] = self._file_of.pop(name + BLOCKS)
             self._scales_file_of[name] = self._file_of.pop(name + SCALES)
-        self._scaled = scaled_names(self._file_of)
+        scaled = scaled_names(self._file_of)
+        self._scaled = {name for name in scaled if self._opened(name).stored_dtype(name) == "F8_E4M3"}
         for name in self._scaled:
             self._scales_file_of[name] = self._file_of.pop(name + FACTORS)
 
@@ -111,8 +112,7 @@ class CheckpointFiles:
         stored = self._place(name).name
         if stored in self._packed:
             return "MXFP4"
-        dtype = self._opened(stored).stored_dtype(stored)
-        return "FP8" if stored in self._scaled and dtype == "F8_E4M3" else dtype
+        return "FP8" if stored in self._scaled else self._opened(stored).stored_dtype(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor as it is read.
@@ -267,13 +267,18 @@ def unpack_heads(data: bytes) -> dict[str, bytes]:
         return {name: text.encode("latin-1") for name, text in parse_json(data, origin, dict, AGAIN).items()}
 
 
+def adapter_error(directory: str | os.PathLike[str]) -> ConfigError:
+    """Return the error of a directory with an adapter of PEFT."""
+    return ConfigError(
+        f"{os.fspath(directory)} has {ADAPTER_NAME}: transformers would add its adapter to the model, and lockstep "
+        "reads models alone. Give the base model, or merge the adapter (peft: merge_and_unload) and save that."
+    )
+
+
 def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], dict[str, str]]:
     """The files of tensors, and the one of each tensor that an index says."""
     if ADAPTER_NAME in heads:
-        raise ConfigError(
-            f"{directory} has {ADAPTER_NAME}: transformers would add its adapter to the model, and lockstep reads "
-            "models alone. Give the base model, or merge the adapter (peft: merge_and_unload) and save that."
-        )
+        raise adapter_error(directory)
     if INDEX_NAME in heads:
         place = f"{directory}/{INDEX_NAME}"
         index = parse_json(heads[INDEX_NAME], place, dict, AGAIN)
@@ -290,9 +295,10 @@ def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], 
         return sorted(set(file_of.values())), file_of
     if SINGLE_NAME not in heads:
         names = ", ".join(sorted(heads)) or "nothing"
+        in_parts = any(name.startswith("model-0") and name.endswith(".safetensors") for name in heads)
+        fix = "Save the checkpoint as safetensors (transformers: save_pretrained)."
         raise ConfigError(
-            f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {names}. Save the checkpoint as "
-            "safetensors (transformers: save_pretrained)."
+            f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {names}. {AGAIN if in_parts else fix}"
         )
     return [SINGLE_NAME], {}
 

@@ -21,10 +21,11 @@ _PREDICTS = "eh_proj.weight"  # a layer of multi-token prediction has it (DeepSe
 _SEES = "model.visual."  # the vision tower of Qwen3.5
 # What fp8, compressed-tensors, GPTQ, AWQ, bitsandbytes, quanto and ModelOpt store beside weights, or in their place.
 _OF_QUANTISED = re.compile(
-    r".*\.(qweight|qzeros|g_idx|scales|SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|[kv]_scale"
+    r".*\.(W_q|qweight|qzeros|g_idx|scales|SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|[kv]_scale"
     r"|(weight|input|output|[qkv])_(scale|scale_inv|scale_2|zero_point|packed|shape|g_idx|global_scale)"
     r"|weight\._(data|scale|shift|\w*scale\w*)|activation_scale|(input|output)_scale|weight_scale_and_zero)"
 )
+_OF_ADAPTER = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|base_layer|modules_to_save)\.")
 _FLOATS = ("F64", "F32", "F16", "BF16", "MXFP4", "FP8")
 
 
@@ -56,6 +57,7 @@ def check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied
         log.warning("not read of %s: the vision tower, %s; prompts are text", files.directory, _SEES)
     left_out = predicting + seeing
     unexpected = sorted(name for name in unread if not (_DERIVED.fullmatch(name) or name.startswith(left_out)))
+    _check_wrapped(files, [name for name, place in places.items() if place is None], unexpected)
     problems = [
         f"tensor {name} of shape {shapes[name]} is missing{_nearest(name, unexpected)}"
         for name, place in places.items()
@@ -107,6 +109,22 @@ def _check_floats(files: CheckpointFiles, read: Sequence[str]) -> None:
             f"the checkpoint in {files.directory} is quantised: {files.file_of(quantised)} has tensor {quantised} of "
             f"dtype {files.stored_dtype(quantised)}. {DEQUANTISE}"
         )
+
+
+def _check_wrapped(files: CheckpointFiles, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Refuse the tensors of a model inside another module by what to do: their shapes are right."""
+    if adapter := next((name for name in unexpected if _OF_ADAPTER.search(name)), None):
+        raise ConfigError(
+            f"the checkpoint in {files.directory} has tensor {adapter} of an adapter that is not merged. Merge it "
+            "(peft: merge_and_unload), and save that model."
+        )
+    ends = [name for name in unexpected if missing and name.endswith(missing[0])]
+    for prefix in (name.removesuffix(missing[0]) for name in ends):
+        if prefix and {prefix + name for name in missing} <= set(unexpected):
+            raise ConfigError(
+                f"the checkpoint in {files.directory} has the tensors of the model as {prefix}{missing[0]} and so on: "
+                f"it was saved inside another module. Save the module {prefix.rstrip('.')} of that one, or rename them."
+            )
 
 
 def _nearest(name: str, candidates: Sequence[str]) -> str:

@@ -30,8 +30,11 @@ from lockstep.models.families.registry import (
     vocab_size_from_hf,
 )
 from lockstep.models.hf.files import (
+    ADAPTER_NAME,
     CONFIG_NAME,
     CheckpointFiles,
+    adapter_error,
+    files_in,
     has_tensors,
     local_directory,
     pack_heads,
@@ -51,6 +54,7 @@ from lockstep.placement import PARAMETER_AXES, axes_of
 from lockstep.placement.device import Program, compile_program
 from lockstep.printable import bytes_text, get_logger
 from lockstep.storage import HUB_WAIT_S
+from lockstep.urls import url_to_fs
 
 type OnRead = Callable[[int, int], None]
 """Takes the bytes that this host has just read, and those that it will read in all."""
@@ -119,6 +123,9 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _parsed_config(text: bytes | None, path: str | os.PathLike[str]) -> dict[str, Any]:
     if text is None:
+        filesystem, root = url_to_fs(path)
+        if ADAPTER_NAME in files_in(filesystem, root.rstrip("/")):
+            raise adapter_error(path)
         raise ConfigError(f"{path} has no config.json. Give the directory of a Hugging Face checkpoint.")
     return dict(text_part(parse_json(text, f"{path}/config.json", dict, "Download the checkpoint again.")))
 

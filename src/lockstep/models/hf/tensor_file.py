@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from lockstep.errors import ConfigError
-from lockstep.json_text import parse_json, refused
+from lockstep.json_text import parse_json, pointer_text, refused
 from lockstep.limits import HEADER_BYTES
 
 _LENGTH_BYTES = 8
@@ -129,6 +129,8 @@ def read_header(filesystem: Any, path: str) -> bytes:
         ConfigError: Its length is none of a header.
     """
     length = int.from_bytes(filesystem.cat_file(path, start=0, end=_LENGTH_BYTES), "little")
+    if length == int.from_bytes(b"version ", "little") and (text := pointer_text(filesystem.cat_file(path, end=100))):
+        raise ConfigError(f"it {text}")
     if not 0 < length <= HEADER_BYTES:
         raise ConfigError(f"its header would have {length} bytes. Save or upload it again.")
     header: bytes = filesystem.cat_file(path, start=_LENGTH_BYTES, end=_LENGTH_BYTES + length)

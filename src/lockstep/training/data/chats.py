@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import PromptError
 from lockstep.json_text import lone_surrogate, without_nulls
 from lockstep.text import Prompt, text_message
+from lockstep.text.template_kwargs import stored_tools
 from lockstep.text.tokenize import chat_text
 from lockstep.training.data.records import BadRow, Record, field
 
@@ -36,8 +37,15 @@ def messages_of(record: Record, name: str = "messages") -> list[Any]:
         return [without_nulls(message) for message in messages]
 
 
-def chat_of(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], side: str = "") -> Chat:
-    """Return the text of a chat, of which the last answer is the target."""
+def chat_of(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], side: str = "", tools: object = None
+) -> Chat:
+    """Return the text of a chat, of which the last answer is the target.
+
+    Args:
+        side: What a message begins with.
+        tools: The tools of its record, as `stored_tools` takes them.
+    """
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
     if len(messages) < 2 or roles[-1] != "assistant":
         raise BadRow(
@@ -46,10 +54,13 @@ def chat_of(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str
         )
     if not isinstance(messages[-1].get("content"), str) and not messages[-1].get("tool_calls"):
         raise BadRow(f"{side}has an answer without a text as its 'content'. Correct it or remove it.")
+    if messages[-1].get("weight") == 0:
+        raise BadRow(f"{side}has an answer of weight 0 last, which is not to be trained. Remove it, or its weight.")
     before = [dict(message) for message in make_prompt(messages=tuple(messages[:-1])).messages or ()]
     try:
-        prompt = chat_text(tokenizer, before, add_generation_prompt=True)
-        text = chat_text(tokenizer, [*before, messages[-1]])
+        schemas = stored_tools(tools)
+        prompt = chat_text(tokenizer, before, tools=schemas, add_generation_prompt=True)
+        text = chat_text(tokenizer, [*before, messages[-1]], tools=schemas)
     except Exception as error:  # the template is a program of the tokenizer's: it may raise anything
         raise BadRow(f"{side}has messages that the tokenizer's chat template refuses: {error}") from error
     assert isinstance(prompt, str) and isinstance(text, str)
@@ -63,14 +74,19 @@ def chat_of(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str
     return Chat(text, [(len(prompt), len(text))])
 
 
-def whole_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]) -> Chat:
-    """Return the text of a chat, of which every answer is a target: each as if it were the last, at the same place."""
-    whole = chat_of(tokenizer, messages)
+def whole_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], tools: object = None
+) -> Chat:
+    """Return the text of a chat, of which every answer is a target: each as if it were the last, at the same place.
+
+    Answers with a ``weight`` of 0 are none, as in OpenAI's format.
+    """
+    whole = chat_of(tokenizer, messages, tools=tools)
     answers: list[tuple[int, int]] = []
     for number, message in enumerate(messages[:-1], 1):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or message.get("weight") == 0:
             continue
-        part = chat_of(tokenizer, messages[:number])
+        part = chat_of(tokenizer, messages[:number], tools=tools)
         if not whole.text.startswith(part.text):
             raise BadRow(
                 f"has a chat whose text up to message {number} is another one where messages follow, so it is not "

@@ -33,7 +33,7 @@ from lockstep.training.data.token_cache import FIX, CacheMetadata, cache_file, c
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_VERSION = 5  # to be raised by whoever changes which rows are made of the same files, or how they are stored
+CACHE_VERSION = 6  # to be raised by whoever changes which rows are made of the same files, or how they are stored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -165,12 +165,12 @@ def _completions(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]
 
 
 def _chats(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
-    chats = _each(records, lambda record: chat_of(tokenizer, messages_of(record)))
+    chats = _each(records, lambda record: chat_of(tokenizer, messages_of(record), tools=record.get("tools")))
     return _map_good(chats, lambda good: _answers(tokenizer, good))
 
 
 def _whole_chats(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
-    chats = _each(records, lambda record: whole_chat(tokenizer, messages_of(record)))
+    chats = _each(records, lambda record: whole_chat(tokenizer, messages_of(record), record.get("tools")))
     return _map_good(chats, lambda good: _answers(tokenizer, good))
 
 
@@ -182,7 +182,8 @@ def _pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> l
                 "has 'chosen' and 'rejected' that differ before the last message; they must answer the same prompt. "
                 "Correct the pair or remove it."
             )
-        return chat_of(tokenizer, chosen, "(chosen) "), chat_of(tokenizer, rejected, "(rejected) ")
+        tools = record.get("tools")
+        return chat_of(tokenizer, chosen, "(chosen) ", tools), chat_of(tokenizer, rejected, "(rejected) ", tools)
 
     def examples(good: Sequence[tuple[Chat, Chat]]) -> list[Example | BadRow]:
         answers = _answers(tokenizer, [chat for pair in good for chat in pair])
@@ -224,7 +225,7 @@ def _labelled(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -
                 "has a 'prompt' and a 'completion' that do not go together; both must be texts, or the one a list of "
                 "messages and the other a list of the one message that answers them. Correct it or remove it."
             )
-        return {"messages": [*prompt, *completion]}, label
+        return {"messages": [*prompt, *completion], "tools": record.get("tools")}, label
 
     def examples(good: Sequence[tuple[Record, float]]) -> list[Example | BadRow]:
         chats = iter(_chats(tokenizer, [record for record, _ in good if "messages" in record]))
@@ -346,8 +347,8 @@ def _map_good[T](
 REFERENCE_FIELDS: Final = ("ref_chosen_logps", "ref_rejected_logps")
 """The fields of log-probabilities under a reference model, sums over the tokens of an answer; the names are TRL's."""
 
-_CHAT = DataFormat(fields=("messages",), tokenize=_chats, chats=True)
-_PAIRS = DataFormat(fields=("chosen", "rejected"), tokenize=_pairs, chats=True, pairs=True)
+_CHAT = DataFormat(fields=("messages", "tools"), tokenize=_chats, chats=True)
+_PAIRS = DataFormat(fields=("chosen", "rejected", "tools"), tokenize=_pairs, chats=True, pairs=True)
 
 FORMATS: Final[Mapping[str, DataFormat]] = {
     name: dataclasses.replace(each, name=name)
@@ -360,7 +361,9 @@ FORMATS: Final[Mapping[str, DataFormat]] = {
         "preference_with_reference": dataclasses.replace(
             _PAIRS, fields=(*_PAIRS.fields, *REFERENCE_FIELDS), tokenize=_scored_pairs, reference=True
         ),
-        "unpaired_preference": DataFormat(fields=("prompt", "completion", "label"), tokenize=_labelled, labels=True),
+        "unpaired_preference": DataFormat(
+            fields=("prompt", "completion", "label", "tools"), tokenize=_labelled, labels=True
+        ),
     }.items()
 }
 """The formats by name: in a ``chat`` the last answer is the target, in ``chat_all`` every one."""

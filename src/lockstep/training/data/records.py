@@ -1,5 +1,6 @@
 """The files of a data source in chunks that hosts share out, and their records by number, or what is wrong there."""
 
+import codecs
 import contextlib
 import dataclasses
 import hashlib
@@ -14,11 +15,11 @@ import fsspec
 
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError
-from lockstep.json_text import lone_surrogate, parse_json
+from lockstep.json_text import lone_surrogate, parse_json, pointer_text
 from lockstep.limits import LINE_BYTES, TEXT_BYTES, read_object
 from lockstep.text.arrow_rows import batch_rows, parquet_rows
 from lockstep.training.data.zstd_stream import ZstdStream
-from lockstep.urls import check_bare_name, url_to_fs
+from lockstep.urls import check_bare_name, files_of, url_to_fs
 
 WHOLE_BYTES = 1 << 20
 """A file of at most this size is known by its content, a larger one by its ends and the time of its last change."""
@@ -105,13 +106,10 @@ def list_files(url: str, key: str) -> list[SourceFile]:
     """
     try:
         fs, path = url_to_fs(url)
-        if any(sign in path for sign in "*["):
-            infos = {name: info for name, info in sorted(fs.glob(path, detail=True).items()) if info["type"] == "file"}
-        elif fs.isdir(path):
+        infos = files_of(fs, path)
+        if path in infos and fs.isdir(path):
             infos = {name: fs.info(name) for name in _dataset_files(fs, path.rstrip("/"), url, key)}
-        else:
-            infos = {path: fs.info(path)} if fs.exists(path) else {}
-        files = [_file(fs, name, info) for name, info in infos.items()]
+        files = [_file(fs, name, info) for name, info in infos.items() if info["type"] != "directory"]
     except ConfigError:
         raise
     except Exception as error:  # each file system has its own errors: permissions, credentials, a missing package
@@ -332,10 +330,28 @@ def _read_text(file: SourceFile, part: int, parts: int) -> _Records:
             return
     if not text:
         return  # a line that begins before this part holds all of it
+    size = len(text)
+    if part == 0 and text.startswith(codecs.BOM_UTF8):
+        del text[: len(codecs.BOM_UTF8)]
+    yield 0, size, _document(text)
+
+
+def _document(text: bytearray) -> Record | BadRow:
+    """The record of a text file, or what else it is than a text."""
+    if pointer := pointer_text(text):
+        return BadRow(pointer)
+    if b"\0" in text:
+        return BadRow("has bytes of 0, as archives such as .tar have, and no text. Unpack or convert it.")
+    with contextlib.suppress(ValueError, RecursionError):
+        if text.startswith(b"{") and isinstance(json.loads(text[: text.find(b"\n") % (len(text) + 1)]), dict):
+            return BadRow(
+                "has a JSON object in its first line, and its name does not say so: it would be one document. Let it "
+                "end in .jsonl (also .jsonl.gz, .jsonl.zst), or make it a record with the field 'text'."
+            )
     try:
-        yield 0, len(text), {"text": text.decode("utf-8")}
+        return {"text": text.decode("utf-8")}
     except UnicodeDecodeError as error:
-        yield 0, len(text), BadRow(f"is not UTF-8: {error}. Convert the file or remove it.")
+        return BadRow(f"is not UTF-8: {error}. Convert the file or remove it.")
 
 
 def _read_parquet(file: SourceFile, part: int, parts: int, fields: Sequence[str], max_bytes: int) -> _Records:

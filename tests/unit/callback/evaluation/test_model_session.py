@@ -37,7 +37,23 @@ def test_weights_that_rounds_cannot_compute_with_are_refused_by_name():
     host = jax.tree.map(np.asarray, weights)
     with pytest.raises(ConfigError, match="the weight embed is a ndarray in the memory of the host, on no device"):
         session.read(HOSTS, (tiny.CONFIG, host))
+    numbers = dataclasses.replace(weights, final_norm=weights.final_norm.astype(np.int8))
+    with pytest.raises(ConfigError, match="final_norm is int8, and rounds compute with floats.* dequantised"):
+        session.read(HOSTS, (tiny.CONFIG, numbers))
     with jax.enable_x64(True):
         wide = dataclasses.replace(weights, final_norm=jax.device_put(host.final_norm.astype(np.float64)))
     with pytest.raises(ConfigError, match="final_norm is float64, and rounds compute in at most 32 bits"):
         session.read(HOSTS, (tiny.CONFIG, wide))
+
+
+def test_weights_that_a_loop_has_given_away_or_is_tracing_are_refused_by_what_to_do():
+    session, weights = ModelSession(EngineConfig(), tiny.tokenizer()), weights_on(1)
+
+    def traced(final_norm):
+        return session.read(HOSTS, (tiny.CONFIG, dataclasses.replace(weights, final_norm=final_norm)))
+
+    with pytest.raises(ConfigError, match="final_norm is a value of a function that is being traced.* outside jit"):
+        jax.jit(traced)(weights.final_norm)
+    weights.final_norm.delete()
+    with pytest.raises(ConfigError, match="final_norm is deleted: its memory was donated.* last train step returned"):
+        session.read(HOSTS, (tiny.CONFIG, weights))

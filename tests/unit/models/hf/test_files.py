@@ -35,10 +35,14 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     refused(single, r"neither model\.safetensors nor .*found config\.json, golden\.npz, pytorch_model\.bin")
     (single / "model.safetensors").write_bytes(b"nonsense")
     refused(single, r"model\.safetensors cannot be read as safetensors")
+    (single / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refused(single, r"model\.safetensors cannot be read as safetensors: it is a pointer of Git LFS.*git lfs pull")
 
     sharded = copy_of("mistral", tmp_path)
     (sharded / "model-00002-of-00003.safetensors").rename(sharded / "hidden")
     refused(sharded, r"names model-00002-of-00003\.safetensors, which is not there")
+    (sharded / "model.safetensors.index.json").unlink()
+    refused(sharded, r"neither model\.safetensors nor model\.safetensors\.index\.json.*Download the checkpoint again")
 
 
 def test_an_index_that_is_wrong_is_named(tmp_path: Path) -> None:
@@ -114,6 +118,9 @@ def test_a_directory_of_two_models_is_refused(tmp_path: Path) -> None:
     refused(directory, r"has adapter_config\.json: transformers would add its adapter .*merge_and_unload")
     with pytest.raises(ConfigError, match=r"has adapter_config\.json"):
         fingerprint(str(directory))
+    (directory / "config.json").unlink()  # as PEFT saves an adapter
+    with pytest.raises(ConfigError, match=r"has adapter_config\.json: .*merge_and_unload"):
+        load_config(directory)
 
 
 def test_tensors_that_the_index_leaves_out_are_read_and_those_of_two_files_refused(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ QUANTISED: dict[str, Callable[[np.ndarray], dict[str, np.ndarray]]] = {
     "bitsandbytes 4": lambda weight: {UP: weight.astype(np.uint8).reshape(-1, 1), f"{UP}.absmax": weight[0]},
     "bitsandbytes 8": lambda weight: {UP: weight.astype(np.int8), f"{MODULE}.SCB": weight[:, 0]},
     "quanto": lambda weight: {f"{UP}._data": weight.astype(np.int8), f"{UP}._scale": weight[:, :1]},
+    "factors of floats": lambda weight: {UP: weight, f"{UP}_scale_inv": np.ones((1, 1), np.float32)},
+    "hqq": lambda weight: {f"{MODULE}.W_q": weight.astype(np.uint8), f"{MODULE}.zero": weight[:, :1]},
     "keys and values": lambda weight: {UP: weight, "model.layers.0.self_attn.k_proj.k_scale": weight[0, 0]},
 }
 
@@ -67,6 +69,30 @@ def test_nothing_is_left_out(tmp_path: Path) -> None:
     refused(fewer, tmp_path / "experts", r"experts\.gate_up_proj in .* of shape \(5, 44, 42\) has more experts than")
     both = Variant("llama3", tensors=lambda tensors: {**tensors, "norm.weight": tensors["model.norm.weight"]})
     refused(both, tmp_path / "both", r"tensor norm\.weight in model\.safetensors of shape \(64,\) is not part of")
+
+
+WRAPPED = {
+    "torch.compile": ("_orig_mod.", "Save the module _orig_mod of that one"),
+    "DistributedDataParallel": ("module.", "Save the module module of that one"),
+    "PEFT": ("base_model.model.", "Save the module base_model.model of that one"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_a_model_that_was_saved_inside_another_module_is_told_by_the_prefix(wrapper: str, tmp_path: Path) -> None:
+    prefix, text = WRAPPED[wrapper]
+    wrapped = Variant("llama3", tensors=lambda tensors: {prefix + name: value for name, value in tensors.items()})
+    refused(
+        wrapped, tmp_path, rf"has the tensors of the model as {prefix}model\.embed_tokens\.weight and so on.*{text}"
+    )
+
+
+@pytest.mark.parametrize("name", [f"{MODULE}.base_layer.weight", f"{MODULE}.lora_A.default.weight"])
+def test_an_adapter_that_is_not_merged_is_refused_by_what_to_do(name: str, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {**tensors, name: tensors.pop(UP) if "base_layer" in name else tensors[UP][:2].copy()}
+
+    refused(Variant("llama3", tensors=change), tmp_path, rf"has tensor {name} of an adapter.*merge_and_unload")
 
 
 @pytest.mark.parametrize(

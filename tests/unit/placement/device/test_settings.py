@@ -25,6 +25,7 @@ SETTINGS = {
     "ranks": lambda: jax.numpy_rank_promotion("raise"),
     "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
     "no jit": lambda: jax.disable_jit(True),
+    "no tracing": lambda: jax.no_tracing(True),
     "NaN": lambda: jax.debug_nans(True),
 }
 

@@ -2,11 +2,13 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
 import subprocess
 import sys
+import tarfile
 import tracemalloc
 from pathlib import Path
 
@@ -95,6 +97,46 @@ def test_missing_files_and_no_files(tmp_path):
     (tmp_path / "x.json").write_text("[]")
     with pytest.raises(ConfigError, match="x.json:1 is a JSON list, not an object. Write one object per line"):
         LmDataConfig(train_urls=(str(tmp_path / "x.json"),)).load(Tokenizer(), 16, 0)
+
+
+def test_a_link_to_nothing_is_not_left_out_of_what_a_wildcard_matches(tmp_path):
+    write(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"cannot be opened: FileNotFoundError: .*b\.jsonl"):
+        list_files(str(tmp_path / "*.jsonl"), "data.train_urls")
+
+
+def archive():
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as target:
+        target.addfile(tarfile.TarInfo("a.txt"))
+    return stream.getvalue()
+
+
+LINES = b'{"text": "a"}\n{"text": "b"}\n'
+NO_TEXTS = {
+    "train.jsonl-00000-of-00002": (LINES, r"JSON object in its first line.*end in .jsonl"),
+    "part-00000": (LINES, r"JSON object in its first line.*end in .jsonl"),
+    "train.jsonl.txt": (b'{"text": "a"}', r"JSON object in its first line.*end in .jsonl"),
+    "a.tar": (archive(), r"has bytes of 0, as archives"),
+    "a.tar.gz": (gzip.compress(archive()), r"has bytes of 0, as archives"),
+    "a.txt": (b"version https://git-lfs.github.com/spec/v1\n", r"is a pointer of Git LFS"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TEXTS)
+def test_what_is_no_text_is_no_document(tmp_path, name):
+    content, text = NO_TEXTS[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"1 records cannot be used: .*{name}.* {text}"):
+        LmDataConfig(train_urls=(str(tmp_path / name),)).load(Tokenizer(), 16, 0)
+
+
+@pytest.mark.parametrize("text", ["{a}\n", '["a"]', "{", "\ufeff"])
+def test_texts_of_braces_are_documents_and_the_mark_of_their_encoding_is_none_of_their_text(tmp_path, text):
+    (tmp_path / "a.txt").write_text("\ufeff" + text, encoding="utf-8")
+    ((_, _, record),) = read_piece(one(tmp_path / "a.txt"), 0, 1, ())
+    assert record == {"text": text}
 
 
 def test_a_broken_archive_is_not_a_bad_row(tmp_path):
@@ -192,7 +234,29 @@ def by_wildcard(path):
     return path / "part-*.jsonl"
 
 
-@pytest.mark.parametrize("make", [as_gzip, as_zstd, as_parquet, as_dataset, as_arrow_file, in_memory, by_wildcard])
+def by_links(path):
+    (path / "blobs").mkdir()
+    by_wildcard(path / "blobs")
+    for number in range(5):  # as in the cache of the Hugging Face hub
+        (path / f"{number}.jsonl").symlink_to(f"blobs/part-{number}.jsonl")
+    return path / "[0-9].jsonl"
+
+
+def by_wildcard_in_brackets(path):
+    (path / "runs [v2]*").mkdir()
+    return by_wildcard(path / "runs [v2]*")
+
+
+def in_brackets(path):
+    (path / "a [1-2]?.jsonl").write_bytes(text_of(RECORDS))
+    return path / "a [1-2]?.jsonl"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [as_gzip, as_zstd, as_parquet, as_dataset, as_arrow_file, in_memory, by_wildcard, by_links, in_brackets]
+    + [by_wildcard_in_brackets],
+)
 def test_every_format_gives_the_same_rows(tmp_path, monkeypatch, make):
     monkeypatch.setattr(records, "MIN_CHUNK_BYTES", 300)
     expected = LmDataConfig(train_urls=write(tmp_path / "plain.jsonl", RECORDS), format="prompt_completion")
