@@ -170,7 +170,8 @@ def _read_examples(specs: Sequence[CacheSpec], tokenizer: "PreTrainedTokenizerBa
     for spec in specs:
         left = limit
         for file in spec.files:
-            records = itertools.islice(read_piece(file, 0, 1, spec.format.fields, spec.max_line_bytes), left)
+            fields = (*spec.format.fields, *spec.format.optional)
+            records = itertools.islice(read_piece(file, 0, 1, fields, spec.max_line_bytes), left)
             for batch in itertools.batched(records, BATCH_RECORDS):
                 left = None if left is None else left - len(batch)
                 for line, example in fit_records(spec, tokenizer, batch):

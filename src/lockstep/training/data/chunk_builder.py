@@ -111,7 +111,8 @@ class ChunkBuilder:
         for piece, (number, part, parts) in enumerate(self._spec.chunks[self._number]):
             file = self._spec.files[number]
             self._lines.append(0)
-            records = read_piece(file, part, parts, self._spec.format.fields, self._spec.max_line_bytes)
+            fields = (*self._spec.format.fields, *self._spec.format.optional)
+            records = read_piece(file, part, parts, fields, self._spec.max_line_bytes)
             read = 0
             for batch in itertools.batched(records, BATCH_RECORDS):
                 bad_before = self._counts["n_bad"]

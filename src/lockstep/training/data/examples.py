@@ -59,6 +59,7 @@ class DataFormat:
         name: Its name in `FORMATS`; of a user's own, ``module:name`` and a digest of that module.
         fields: The fields of a record that it reads; files with columns leave out the others.
         tokenize: Turns records into tokens.
+        optional: The fields that it reads where a record has them.
         documents: Whether examples are documents, which may be cut and go on in another row.
         chats: Whether the tokenizer must have a chat template.
         pairs: Whether an example is a chosen and a rejected sequence.
@@ -77,6 +78,7 @@ class DataFormat:
     name: str = ""
     fields: tuple[str, ...]
     tokenize: Tokenize
+    optional: tuple[str, ...] = ()
     documents: bool = False
     chats: bool = False
     pairs: bool = False
@@ -124,7 +126,7 @@ class DataFormat:
         def tokenize(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
             return _map_good(_each(records, converted), lambda good: self.tokenize(tokenizer, good))
 
-        return dataclasses.replace(self, name="", fields=tuple(fields), tokenize=tokenize)
+        return dataclasses.replace(self, name="", fields=tuple(fields), optional=(), tokenize=tokenize)
 
     @property
     def preferences(self) -> bool:
@@ -347,8 +349,8 @@ def _map_good[T](
 REFERENCE_FIELDS: Final = ("ref_chosen_logps", "ref_rejected_logps")
 """The fields of log-probabilities under a reference model, sums over the tokens of an answer; the names are TRL's."""
 
-_CHAT = DataFormat(fields=("messages", "tools"), tokenize=_chats, chats=True)
-_PAIRS = DataFormat(fields=("chosen", "rejected", "tools"), tokenize=_pairs, chats=True, pairs=True)
+_CHAT = DataFormat(fields=("messages",), optional=("tools",), tokenize=_chats, chats=True)
+_PAIRS = DataFormat(fields=("chosen", "rejected"), optional=("tools",), tokenize=_pairs, chats=True, pairs=True)
 
 FORMATS: Final[Mapping[str, DataFormat]] = {
     name: dataclasses.replace(each, name=name)
@@ -362,7 +364,7 @@ FORMATS: Final[Mapping[str, DataFormat]] = {
             _PAIRS, fields=(*_PAIRS.fields, *REFERENCE_FIELDS), tokenize=_scored_pairs, reference=True
         ),
         "unpaired_preference": DataFormat(
-            fields=("prompt", "completion", "label", "tools"), tokenize=_labelled, labels=True
+            fields=("prompt", "completion", "label"), optional=("tools",), tokenize=_labelled, labels=True
         ),
     }.items()
 }
