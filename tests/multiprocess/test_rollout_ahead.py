@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from lockstep.training import CheckpointerConfig
 from lockstep.training.checkpoints.config import KeepConfig
+from lockstep.training.rl import groups
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests import rollouts as runs
 from tests import tiny
@@ -152,15 +154,14 @@ def body_resume(hosts, directory):
             trainer.add_hook(
                 lambda info: info.next_step == at and hosts.index == 1 and os.kill(os.getpid(), signal.SIGTERM)
             )
-        submit = rollouts._sampler._submit
+        answered = groups._Scored.answered
 
-        def submit_and_end(scoring, step, drawn, completions):
-            if step == ending and hosts.index == 1 and any(completion.prompt_id == 1 for completion in completions):
+        def answered_and_end(scored, completions):
+            if scored.step == ending and hosts.index == 1 and any(answer.prompt_id == 1 for answer in completions):
                 os.kill(os.getpid(), signal.SIGTERM)
-            submit(scoring, step, drawn, completions)
+            answered(scored, completions)
 
-        rollouts._sampler._submit = submit_and_end
-        with contextlib.closing(rollouts):
+        with mock.patch.object(groups._Scored, "answered", answered_and_end), contextlib.closing(rollouts):
             result = trainer.train(model if state is None else state, rollouts)
         return losses, [result.completed_steps, result.stopped_by, result.checkpoint_errors]
 
