@@ -37,7 +37,7 @@ with_git() { # not the command: settings of its user
 with_no_git() { # every command on PATH but git
   mkdir -p "$work/programs"
   local directory program
-  IFS=: read -ra directories <<<"$PATH"
+  IFS=: read -ra directories <<<"$path"
   for directory in "${directories[@]}"; do
     for program in "$directory"/*; do
       case ${program##*/} in git | git-*) ;; *) ln -s "$program" "$work/programs/" 2>/dev/null ;; esac
@@ -66,12 +66,12 @@ P
 }
 at_user() { # another one, without rights, whose files are for nobody else, and whose environment is empty
   id lockstep-tests >/dev/null 2>&1 || useradd --create-home lockstep-tests || exit
-  folder=/home/lockstep-tests/lockstep
-  start=(runuser -u lockstep-tests -- env -i HOME=/home/lockstep-tests PATH=/usr/local/bin:/usr/bin:/bin bash -c 'umask 077; exec "$@"' -)
+  folder=/home/lockstep-tests/lockstep path=/usr/local/bin:/usr/bin:/bin
+  start=(runuser -u lockstep-tests -- env -i HOME=/home/lockstep-tests "PATH=$path" bash -c 'umask 077; exec "$@"' -)
 }
 
 try() { # in a shell of its own
-  local folder=$work/lockstep start=() name names
+  local folder=$work/lockstep path=$PATH start=() name names
   trap 'jobs -p | xargs -r kill' EXIT
   IFS=+ read -ra names <<<"$1"
   git clone -q "$root" "$work/clone" || return

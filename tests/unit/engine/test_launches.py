@@ -48,7 +48,7 @@ class Notes:
 
     def prefill(self, weights: Any, pool: Any, given: Any) -> Any:
         self.seen.append("prefill")
-        return pool
+        return pool, None
 
     def decode(self, weights: Any, pool: Any, given: Any) -> Any:
         self.seen.append("decode")

@@ -57,8 +57,11 @@ REFUSED = {
 def test_a_template_is_rendered_as_transformers_does(name, prompt):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATES[name]
-    expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
-    text = chat_text(tokenizer, CHAT, add_generation_prompt=prompt)
+    chat = CHAT
+    if name != "tojson":  # others write no calls, which is refused
+        chat = [{key: value for key, value in message.items() if key != "tool_calls"} for message in CHAT]
+    expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+    text = chat_text(tokenizer, chat, add_generation_prompt=prompt)
     assert ascii(text) == ascii(expected)  # pytest-xdist cannot send half of a surrogate pair
 
 
@@ -90,6 +93,6 @@ def test_the_date_of_a_run_is_that_of_the_template():
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}"
     today = datetime.date.today().strftime("%d %B %Y")
-    assert chat_text(tokenizer, CHAT) in (today, datetime.date.today().strftime("%d %B %Y"))
+    assert chat_text(tokenizer, CHAT[:2]) in (today, datetime.date.today().strftime("%d %B %Y"))
     fix_template_date(tokenizer, lambda: "2026-11-28", lambda _, choose: choose())
-    assert chat_text(tokenizer, CHAT) == "28 November 2026"
+    assert chat_text(tokenizer, CHAT[:2]) == "28 November 2026"

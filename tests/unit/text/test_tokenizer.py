@@ -114,6 +114,9 @@ def test_a_directory_without_tokenizer_files_is_refused(tmp_path):
 
 def test_a_broken_tokenizer_file_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{not json")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not JSON: .* Save it again\."):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="could not be read as a tokenizer"):
         load_tokenizer(tmp_path)
 

@@ -62,7 +62,7 @@ FAMILY: Final = Family(
     defaults={**DEFAULTS, "num_key_value_heads": 4},
     read=lambda hf: {**read_linear(hf), "experts": None},
     write=write_linear,
-    # The config.json of each checkpoint.
+    # The config.json of each checkpoint, as others quote it.
     presets={
         "qwen3.5-9b": _preset(4096, 12288, 32, 16, value_heads=32),
         "qwen3.5-27b": _preset(5120, 17408, 64, 24, value_heads=48),

@@ -77,7 +77,7 @@ FAMILY: Final = Family(
     defaults={**DEFAULTS, "intermediate_size": 512, "router_aux_loss_coef": 0.001},
     read=_read,
     write=_write,
-    # The config.json of each checkpoint.
+    # The config.json of each checkpoint, as others quote it.
     presets={
         "qwen3.5-35b-a3b": _preset(2048, 40, 16, experts=256, top=8, width=512, value_heads=32),
         "qwen3.5-397b-a17b": _preset(4096, 60, 32, experts=512, top=10, width=1024, value_heads=64),

@@ -110,7 +110,7 @@ def test_the_reference_is_read_where_the_loss_compares_with_one(coefficient, ref
         model="the model", reference=lambda renewal: "the model before training",
     )  # fmt: skip
     assert [read("--kl_coefficient", coefficient).make_batches(setup)] == hooks
-    assert given["reference"] == reference and given["model"] == "the model"
+    assert given["frozen"].reference == reference and given["model"] == "the model"
 
 
 JUDGES = '[{{"type": "model", "model": "{0}"}}, {{"type": "model", "model": "{0}", "name": "judge"}}]'
