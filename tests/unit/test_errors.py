@@ -25,7 +25,7 @@ OTHERS = {
     # keys of configurations and tokenizers of Hugging Face, and its function that merges adapters
     *("add_bos_token", "eos_token", "full_attention", "merge_and_unload", "num_local_experts", "quant_method"),
     *("mscale_all_dim", "num_attention_heads", "num_key_value_heads", "num_labels", "text_config"),
-    *("group_limited_greedy", "scoring_func", "kw_only"),  # the last one is of dataclasses
+    *("group_limited_greedy", "scoring_func", "topk_method", "kw_only"),  # the last one is of dataclasses
     *("rope_parameters", "rope_scaling", "rope_theta", "rope_type", "tokenizer_config", "transformers_weights"),
     "model.safetensors",
     *("filter_list", "remove_whitespace", "take_first"),  # lm-evaluation-harness's
