@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
-from lockstep.models.attention import select, tpu_kernels
+from lockstep.models.attention import TpuAttention, select, tpu_kernels
 
 
 class _Instead:
@@ -45,5 +45,5 @@ def kernel_on_cpu() -> Iterator[None]:
         patch.setattr(kernel, "pl", _Instead(pl, pallas_call=_pallas_call))
         patch.setattr(kernel, "pltpu", _Instead(pltpu, store=_store))
         patch.setattr(tpu_kernels, "pl", _Instead(pl, pallas_call=_pallas_call))
-        patch.setattr(select, "has_kernel", lambda device, heads: True)
+        patch.setattr(select, "kernel_of", lambda device, heads: TpuAttention)
         yield

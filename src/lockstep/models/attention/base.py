@@ -171,3 +171,34 @@ class Attention(Protocol):
             first_page: The index in the flat pool of the layer's page 0.
             sinks: The score of each head for nothing, as for `decode`.
         """
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """A class of `Attention` that reads K and V in place, from the pages of the pool, and what it declares."""
+
+    @classmethod
+    def platform(cls) -> str:
+        """The platform of its devices, running ones and those that can only be compiled for."""
+
+    @classmethod
+    def refusal(cls, heads: Heads) -> str | None:
+        """Why it does not take the heads, as the rest of a sentence about it; None where it does."""
+
+    @classmethod
+    def kept(cls, heads: Heads, dtype: jnp.dtype) -> PagedKv:
+        """The rows that a pool of a dtype keeps for it."""
+
+    @classmethod
+    def max_page_table_rows(cls, pages: int) -> int | None:
+        """The most rows that the page table of a launch may have; None for any number."""
+
+    @classmethod
+    def make(
+        cls, device_kind: str, heads: Heads, *, page_size: int, dtype: jnp.dtype, kv_dtype: jnp.dtype
+    ) -> Attention:
+        """The attention for the heads of a device.
+
+        Raises:
+            ConfigError: It cannot take the heads in this dtype.
+        """

@@ -1,49 +1,43 @@
-"""The choice of attention for a device, and what that choice means for the KV cache.
-
-A new kernel is a file with its `Attention`, and a branch in each function here.
-"""
+"""The choice of attention for a device, and what that choice means for the KV cache."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 
-from lockstep.errors import ConfigError
-from lockstep.models.attention.base import Attention, Heads
+from lockstep.models.attention.base import Attention, Heads, Kernel
 from lockstep.models.attention.context_parallel import ContextParallelAttention
 from lockstep.models.attention.exact import ExactAttention
 from lockstep.models.attention.kv import PagedKv
 from lockstep.models.attention.tpu import TpuAttention
-from lockstep.models.attention.tpu_blocks import (
-    LANES,
-    BlockKey,
-    blocks_for,
-    max_table_rows,
-    stored_head_size,
-    stored_heads,
-    takes,
-    tpu_generation,
-)
 from lockstep.models.attention.xla import XlaAttention
 from lockstep.placement.device import BYTE, FP8, platform_of
 from lockstep.printable import get_logger
 
 logger = get_logger(__name__)
 
+KERNELS: Final[Sequence[type[Kernel]]] = (TpuAttention,)
+"""The kernels, the better one first where two are for a platform."""
+
+
+def kernel_of(device: jax.Device, heads: Heads) -> type[Kernel] | None:
+    """The kernel for the heads of a device; None where attention is plain JAX."""
+    fitting = (kernel for kernel in KERNELS if kernel.platform() == device.platform and kernel.refusal(heads) is None)
+    return next(fitting, None)
+
 
 def has_kernel(device: jax.Device, heads: Heads) -> bool:
-    """Whether attention on the device is a kernel that reads K and V in place, from the pages of the pool.
-
-    True on TPUs, running ones and those that can only be compiled for, for K and V of at most `LANES` elements: jax's
-    kernel steps through rows of `LANES` elements and does not compile for wider heads on any generation.
-    """
-    return device.platform == "tpu" and heads.head_size <= LANES and heads.value_size is None
+    """Whether attention on the device is a kernel that reads K and V in place, from the pages of the pool."""
+    return kernel_of(device, heads) is not None
 
 
 def max_page_table_rows(device: jax.Device, heads: Heads, pages: int) -> int | None:
-    """The most rows that the page table of a launch may have; None where no kernel reads it from scalar memory."""
-    return max_table_rows(pages) if has_kernel(device, heads) else None
+    """The most rows that the page table of a launch may have; None where no kernel limits them."""
+    kernel = kernel_of(device, heads)
+    return None if kernel is None else kernel.max_page_table_rows(pages)
 
 
 def pool_dtype(device: jax.Device, heads: Heads, kv_dtype: jnp.dtype) -> jnp.dtype:
@@ -62,22 +56,18 @@ def describe_attention(device: jax.Device, heads: Heads, *, exact: bool = False)
     if heads.context > 1:
         own = describe_attention(device, heads.at_own_positions)
         return f"{own}; the positions of a sequence are split over {heads.context} devices"
+    platform = device.platform.upper()
     if has_kernel(device, heads):
-        return "TPU kernel, on the KV cache itself"
+        return f"{platform} kernel, on the KV cache itself"
     xla = "plain JAX, each decode launch gathers its context once, counted in the temporaries"
-    if device.platform != "tpu":
-        return xla
-    return f"{xla}; slower than the TPU kernel, which {_refusal(heads)}"
+    refusals = _refusals(device, heads)
+    return f"{xla}; slower than the {platform} kernel, which {refusals[0]}" if refusals else xla
 
 
 def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> PagedKv:
     """The key/value heads that the pool of a device stores."""
-    if not has_kernel(device, heads):
-        return _xla_attention(device, heads).stored_kv_heads
-    return PagedKv(
-        kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
-        head_size=stored_head_size(heads.head_size),
-    )
+    kernel = kernel_of(device, heads)
+    return _xla_attention(device, heads).stored_kv_heads if kernel is None else kernel.kept(heads, dtype)
 
 
 def select_attention(
@@ -97,7 +87,7 @@ def select_attention(
         exact: Whether it is that of ``numerics: exact``.
 
     Raises:
-        ConfigError: The TPU kernel cannot take the heads in this dtype.
+        ConfigError: The kernel of the platform cannot take the heads in this dtype.
     """
     if exact:
         return ExactAttention(
@@ -107,51 +97,32 @@ def select_attention(
         own = select_attention(
             device, heads.at_own_positions, page_size=page_size // heads.context, dtype=dtype, kv_dtype=kv_dtype
         )
-        assert isinstance(own, XlaAttention | TpuAttention)
+        assert isinstance(own, XlaAttention | TpuAttention), "of others, parts cannot be joined"
         return ContextParallelAttention(heads=heads, own=dataclasses.replace(own, partial=True))
-    if not has_kernel(device, heads):
-        if device.platform == "tpu":
-            _warn(_refusal(heads))
+    if (kernel := kernel_of(device, heads)) is None:
+        for refusal in _refusals(device, heads):
+            _warn(device.platform.upper(), refusal)
         return _xla_attention(device, heads)
     kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
-    pool = stored_kv_heads(device, heads, kv_dtype)
-    key = BlockKey(
-        generation=tpu_generation(device.device_kind),
-        q_heads=pool.kv_heads * heads.group,
-        kv_heads=pool.kv_heads,
-        head_size=pool.head_size,
-        page_size=page_size,
-        dtype=jnp.dtype(dtype).name,
-        kv_dtype=kv_dtype.name,
-    )
-    if not takes(key.q_heads, key.kv_heads, kv_dtype.itemsize):
-        raise ConfigError(
-            f"the TPU attention kernel cannot take {key.q_heads} query heads and {key.kv_heads} kv heads per device in "
-            f"{key.dtype}: in {8 * jnp.dtype(dtype).itemsize} bits, 4 kv heads must serve a multiple of 8 query heads. "
-            "Set dtype to bfloat16, or layout to {tensor: N} with an N that leaves at most 4 kv heads to a device."
-        )
-    decode, prefill = blocks_for(key)
-    return TpuAttention(
-        heads=heads, stored_kv_heads=pool, page_size=page_size, decode_blocks=decode, prefill_blocks=prefill
-    )
+    return kernel.make(device.device_kind, heads, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def _xla_attention(device: jax.Device, heads: Heads) -> XlaAttention:
     return XlaAttention(heads=heads, page_by_page=platform_of(device.platform).pages_one_by_one)
 
 
-def _refusal(heads: Heads) -> str:
-    """Why the TPU kernel does not take the heads."""
-    if heads.value_size is not None:
-        return f"takes K and V, and here is a latent of both, of {heads.head_size} numbers"
-    return f"takes heads of at most {LANES} numbers, and here are {heads.head_size}"
+def _refusals(device: jax.Device, heads: Heads) -> list[str]:
+    """Why the kernels of the device's platform do not take the heads."""
+    refusals = (kernel.refusal(heads) for kernel in KERNELS if kernel.platform() == device.platform)
+    return [refusal for refusal in refusals if refusal is not None]
 
 
 @functools.cache
-def _warn(refusal: str) -> None:
+def _warn(platform: str, refusal: str) -> None:
     logger.warning(
-        "the TPU attention kernel %s: attention is compiled from plain JAX instead. Each decode launch copies the "
+        "the %s attention kernel %s: attention is compiled from plain JAX instead. Each decode launch copies the "
         "context of its sequences, which takes as much memory as their KV cache and is slower; the memory is accounted "
         "for.",
+        platform,
         refusal,
     )

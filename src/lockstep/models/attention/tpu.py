@@ -21,10 +21,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lockstep.errors import ConfigError
 from lockstep.models.attention.base import Heads
 from lockstep.models.attention.kv import PagedKv
 from lockstep.models.attention.page_ops import copy_pages_one_by_one
-from lockstep.models.attention.tpu_blocks import Blocks, Rows
+from lockstep.models.attention.tpu_blocks import (
+    LANES,
+    BlockKey,
+    Blocks,
+    Rows,
+    blocks_for,
+    max_table_rows,
+    stored_head_size,
+    stored_heads,
+    takes,
+    tpu_generation,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +55,64 @@ class TpuAttention:
     decode_blocks: Blocks
     prefill_blocks: Blocks
     partial: bool = False
+
+    @classmethod
+    def platform(cls) -> str:
+        """TPUs."""
+        return "tpu"
+
+    @classmethod
+    def refusal(cls, heads: Heads) -> str | None:
+        """Why the kernel does not take the heads: it steps through rows of `LANES` elements, and does not compile for
+        wider heads on any generation.
+        """
+        if heads.value_size is not None:
+            return f"takes K and V, and here is a latent of both, of {heads.head_size} numbers"
+        if heads.head_size > LANES:
+            return f"takes heads of at most {LANES} numbers, and here are {heads.head_size}"
+        return None
+
+    @classmethod
+    def kept(cls, heads: Heads, dtype: jnp.dtype) -> PagedKv:
+        """The rows of the pool: whole tiles of heads, whole rows of `LANES`."""
+        return PagedKv(
+            kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
+            head_size=stored_head_size(heads.head_size),
+        )
+
+    @classmethod
+    def max_page_table_rows(cls, pages: int) -> int:
+        """The most rows of a page table in scalar memory."""
+        return max_table_rows(pages)
+
+    @classmethod
+    def make(
+        cls, device_kind: str, heads: Heads, *, page_size: int, dtype: jnp.dtype, kv_dtype: jnp.dtype
+    ) -> "TpuAttention":
+        """The attention for the heads of a device, with block sizes of its generation.
+
+        Raises:
+            ConfigError: The kernel cannot take the heads in this dtype.
+        """
+        pool = cls.kept(heads, kv_dtype)
+        key = BlockKey(
+            generation=tpu_generation(device_kind),
+            q_heads=pool.kv_heads * heads.group,
+            kv_heads=pool.kv_heads,
+            head_size=pool.head_size,
+            page_size=page_size,
+            dtype=jnp.dtype(dtype).name,
+            kv_dtype=kv_dtype.name,
+        )
+        if not takes(key.q_heads, key.kv_heads, kv_dtype.itemsize):
+            raise ConfigError(
+                f"the TPU attention kernel cannot take {key.q_heads} query heads and {key.kv_heads} kv heads per "
+                f"device in {key.dtype}: in {8 * jnp.dtype(dtype).itemsize} bits, 4 kv heads must serve a multiple of "
+                "8 query heads. Set dtype to bfloat16, or layout to {tensor: N} with an N that leaves at most 4 kv "
+                "heads to a device."
+            )
+        decode, prefill = blocks_for(key)
+        return cls(heads=heads, stored_kv_heads=pool, page_size=page_size, decode_blocks=decode, prefill_blocks=prefill)
 
     def pack(self, kv: Array) -> Array:
         """Pad K and V with zeros to the heads that the kernel can read."""

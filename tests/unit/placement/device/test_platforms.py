@@ -9,7 +9,6 @@ PACKAGE = Path(lockstep.__file__).parent
 KNOW_THE_NAME = {
     "engine/decoder/build.py",  # options of the TPU's compiler
     "engine/sizing/memory_model.py",  # its temporaries
-    "models/attention/select.py",
     "models/attention/training/backend.py",
     "placement/device/chips.py",
     "placement/mesh.py",  # what joins hosts
