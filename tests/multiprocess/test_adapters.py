@@ -67,7 +67,7 @@ def body_train(hosts: Any, values: dict[str, Any], failures: dict[int, str] | No
     }
 
 
-@pytest.mark.parametrize("values", ADAPTERS[:1])
+@pytest.mark.parametrize("values", ADAPTERS)
 def test_conversations_on_two_hosts_are_those_on_one(values):
     own = "the packages set up logging and threads of their own"
     leader, other = run_processes(body_train, processes=2, devices=2, args=(values,), timeout_s=240, own=own)
