@@ -5,7 +5,7 @@ import json
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (NumPy learns bfloat16)
@@ -84,16 +84,29 @@ def _with_fused_experts(tensors: Tensors) -> Tensors:
     return fused
 
 
-def _seeing(family: str, tensors: Callable[[Tensors], Tensors] = lambda tensors: tensors) -> Variant:
-    """A model with a vision tower, and layers of multi-token prediction, around a family's."""
+def _seeing(
+    family: str,
+    tensors: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    *,
+    prefix: str = "model.language_model.",
+    left_out: Sequence[str] = ("model.visual.merger.weight", "mtp.fc.weight"),
+    **whole: Any,
+) -> Variant:
+    """A model with a vision tower around a family's.
+
+    Args:
+        prefix: The beginning of the names of the family's tensors, in place of ``model.``.
+        left_out: The names of tensors of the tower, and of multi-token prediction.
+        whole: Other keys of its ``config.json``.
+    """
     text = json.loads((GOLDEN / family / "config.json").read_text())
     name, kind = text["architectures"][0].replace("CausalLM", "ConditionalGeneration"), text["model_type"]
 
     def change(stored: Tensors) -> Tensors:
-        stored = {name.replace("model.", "model.language_model."): value for name, value in tensors(stored).items()}
-        return stored | {name: np.ones((2, 2), np.float32) for name in ("model.visual.merger.weight", "mtp.fc.weight")}
+        stored = {name.replace("model.", prefix): value for name, value in tensors(stored).items()}
+        return stored | {name: np.ones((2, 2), np.float32) for name in left_out}
 
-    config = {"architectures": [name], "model_type": kind.removesuffix("_text"), "text_config": text}
+    config = {"architectures": [name], "model_type": kind.removesuffix("_text"), "text_config": text, **whole}
     return Variant(family, config, without=tuple(text.keys() - config.keys()), tensors=change)
 
 
@@ -150,6 +163,16 @@ VARIANTS: dict[str, Variant] = {
     },
     "qwen3_5_seeing": _seeing("qwen3_5"),
     "qwen3_5_moe_seeing": _seeing("qwen3_5_moe", _with_fused_experts),
+    "gemma3_seeing": _seeing(
+        "gemma3",
+        prefix="language_model.model.",
+        left_out=("vision_tower.vision_model.other.weight", "multi_modal_projector.other.weight"),
+        vision_config={
+            **{"hidden_size": 2, "intermediate_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1},
+            **{"image_size": 28, "patch_size": 14},
+        },
+        mm_tokens_per_image=4,
+    ),
     "qwen3_moe_fused_no_prefix": Variant(
         "qwen3_moe", tensors=lambda tensors: _without_prefix(_with_fused_experts(tensors))
     ),

@@ -86,9 +86,14 @@ _LARGE: Final[Any] = {
 FAMILY: Final = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
+    reads_images_as="gemma3",
     config=Gemma3Config,
     tensors=gemma2.TENSORS | {f"{name}_norm": llama.LAYER + f"self_attn.{name}_norm.weight" for name in "qk"},
-    defaults=gemma2.DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    # Those of transformers: the text_config of the published 4B, 12B and 27B leaves most out.
+    defaults={
+        **gemma2.DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_attention_heads": 8,
+        "max_position_embeddings": 131072, "vocab_size": 262208,
+    },
     read=_read,
     write=_write,
     activation_key="hidden_activation",

@@ -51,7 +51,7 @@ def vocab_size_from_hf(hf: Mapping[str, Any]) -> int:
         ConfigError: It does not say it, or says no number.
     """
     with refused("vocab_size of the checkpoint's config.json", "Download the checkpoint again."):
-        return int(required(text_part(hf), "vocab_size"))
+        return int(required({**family_of_hf(hf).defaults, **text_part(hf)}, "vocab_size"))
 
 
 _OF_WEIGHTS: Final = (

@@ -18,7 +18,10 @@ log = get_logger(__name__)
 # Buffers that older versions of transformers stored; they follow from the configuration.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.masked_bias")
 _PREDICTS = "eh_proj.weight"  # a layer of multi-token prediction has it (DeepSeek V3, GLM-4.5)
-_SEES = "model.visual."  # the vision tower of Qwen3.5
+_SEES = (  # the vision tower of Qwen3.5, and that of Gemma 3 as two versions of transformers write it
+    "model.visual.",
+    *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)
 # What fp8, compressed-tensors, GPTQ, AWQ, bitsandbytes, quanto and ModelOpt store beside weights, or in their place.
 _OF_QUANTISED = re.compile(
     r".*\.(W_q|qweight|qzeros|g_idx|scales|SCB|weight_format|absmax|quant_map|nested_\w+|quant_state\.\w+|[kv]_scale"
@@ -53,8 +56,8 @@ def check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied
     predicting += ("mtp.",) if any(name.startswith("mtp.") for name in unread) else ()  # Qwen3-Next
     if predicting:
         log.warning("not read of %s: layers of multi-token prediction, %s", files.directory, ", ".join(predicting))
-    if seeing := tuple({_SEES for name in unread if name.startswith(_SEES)}):
-        log.warning("not read of %s: the vision tower, %s; prompts are text", files.directory, _SEES)
+    if seeing := tuple(prefix for prefix in _SEES if any(name.startswith(prefix) for name in unread)):
+        log.warning("not read of %s: the vision tower, %s; prompts are text", files.directory, ", ".join(seeing))
     left_out = predicting + seeing
     unexpected = sorted(name for name in unread if not (_DERIVED.fullmatch(name) or name.startswith(left_out)))
     _check_wrapped(files, [name for name, place in places.items() if place is None], unexpected)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The tensors of the embedding and of the output layer."""
 _BASE = "model."
-_OF_TEXT = "model.language_model."
+_OF_TEXT = ("model.language_model.", "language_model.model.")  # the second is Gemma 3's
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
 _HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 _WHOLE = ("down_proj", "w2")
@@ -52,8 +52,8 @@ def stored_names(name: str, *, tied: bool = False) -> Iterator[StoredName]:
     for usual in (name, HEAD) if tied and name == EMBED else (name,):
         for module in dict.fromkeys((usual, usual.replace(".block_sparse_moe.", ".mlp."))):
             bare = module.removeprefix(_BASE)
-            of_text = module if module == bare else _OF_TEXT + bare
-            for place in dict.fromkeys((module, bare, _BASE + module, of_text)):
+            of_text = () if module == bare else tuple(prefix + bare for prefix in _OF_TEXT)
+            for place in dict.fromkeys((module, bare, _BASE + module, *of_text)):
                 yield StoredName(place)
                 if match := _EXPERT.fullmatch(place):
                     experts, expert, part = match["experts"], int(match["expert"]), match["part"]

@@ -292,7 +292,7 @@ def seeing(family: str, **whole: Any) -> dict[str, Any]:
     return {"architectures": [name], "model_type": kind.removesuffix("_text"), "text_config": text, **whole}
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "qwen3_5_moe"])
 def test_the_language_model_of_one_that_reads_images_is_read(family: str) -> None:
     whole = seeing(family)
     assert config_from_hf(whole) == config_from_hf({**whole, "model_type": None}) == FAMILIES[family]
@@ -537,6 +537,23 @@ PUBLISHED = {
         "rope_theta": 10000000,
         "shared_expert_intermediate_size": 512,
         "tie_word_embeddings": False,
+    },
+    "google/gemma-3-4b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
     },
     "Qwen/Qwen3.5-27B": {
         "architectures": ["Qwen3_5ForConditionalGeneration"],

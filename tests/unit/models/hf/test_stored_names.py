@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.models.hf.stored_names import EMBED, HEAD, StoredName, stored_names
 
-PREFIXES = ("model.", "", "model.model.", "model.language_model.")
+PREFIXES = ("model.", "", "model.model.", "model.language_model.", "language_model.model.")
 EXPERT = "model.layers.1.mlp.experts.3.{}.weight"
 
 
