@@ -91,8 +91,8 @@ class StubPrograms:
         row = markers.packed()[0]
         self._num_steps, self._remaining, self._stop_ids = (np.flatnonzero(row == mark) for mark in (-7, -8, -9))
 
-    def prefill(self, weights: Any, pool: Any, given: Any) -> Any:
-        return pool
+    def prefill(self, weights: Any, pool: Any, given: Any) -> tuple[Any, None]:
+        return pool, None
 
     def decode(self, weights: Any, pool: Any, given: Any) -> tuple[Any, Fetched]:
         begin = time.thread_time()
