@@ -51,7 +51,10 @@ def vocab_size_from_hf(hf: Mapping[str, Any]) -> int:
         ConfigError: It does not say it, or says no number.
     """
     with refused("vocab_size of the checkpoint's config.json", "Download the checkpoint again."):
-        return int(required({**family_of_hf(hf).defaults, **text_part(hf)}, "vocab_size"))
+        text = text_part(hf)
+        families = (family for family in FAMILIES.values() if family.model_type == text.get("model_type"))
+        defaults = next((family.defaults for family in families), {})
+        return int(required({**defaults, **text}, "vocab_size"))
 
 
 _OF_WEIGHTS: Final = (
