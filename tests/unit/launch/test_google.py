@@ -2,7 +2,9 @@
 
 import json
 import os
+import pty
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,13 +18,15 @@ from lockstep.exits import (
     REFUSED,
     SETUP_FAILED,
     TERMINATED,
+    UNREACHABLE,
+    WORKER_LOST,
 )
 from lockstep.launch import BACKENDS, free_port, parse
 from lockstep.launch.google import GoogleBackend
 from lockstep.launch.mig import Mig
 from lockstep.launch.tpu_vm import TpuVm
 from tests.fake_cloud.commands import LOADER
-from tests.fake_cloud.laptop import ROOT, Laptop
+from tests.fake_cloud.laptop import LAUNCHER, ROOT, Laptop
 
 SLICE = ["--tpu_name", "pod", "--tpu_type", "v6e-16", "--zone", "us-east5-a", "--project", "p", "--poll_s", "0.05"]
 TWO_HOSTS = ["--tpu_type", "v5p-16"]
@@ -78,6 +82,25 @@ def test_from_nothing_to_a_run_on_all_workers_and_back(laptop):
     assert not laptop.cloud.read()["requests"] and not laptop.cloud.read()["machines"]
 
 
+@pytest.mark.slow
+def test_one_worker_fails(laptop):
+    program = 'if [ $FAKE_WORKER = 2 ]; then echo "about to go wrong"; exit 7; fi; sleep 60'
+    begin = time.monotonic()
+    output = run(laptop, program, "--retries", "2", "--grace_s", "2", code=7)
+    assert time.monotonic() - begin < 40, "the others end with it"
+    ordered(output, "worker pod worker 2 (process 2) failed, exit code 7", "its last lines:", "[2] about to go wrong")
+    assert "trying again" not in output, "an error of the program is not cured by another try"
+
+
+@pytest.mark.slow
+def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(laptop):
+    """The commands end as processes of lockstep do (lockstep.hosts.fault)."""
+    program = "if [ $FAKE_WORKER = 0 ]; then sleep 60; elif [ $LOCKSTEP_RESTARTS = 0 ]; then exit 93; else exit 94; fi"
+    output = run(laptop, program, *TWO_HOSTS, "--retries", "5", "--grace_s", "1", code=94)
+    ordered(output, "exit code 93, a fault of the hardware", "trying again in", "exit code 94, a fault again")
+    assert output.count("trying again in") == 1
+
+
 @pytest.mark.nightly
 def test_what_was_preempted_is_made_again_and_the_command_started_again(laptop):
     program = """
@@ -96,6 +119,37 @@ def test_what_was_preempted_is_made_again_and_the_command_started_again(laptop):
     )  # fmt: skip
     attempts = sorted(path.name for path in (laptop.directory / "jobs" / "pod").glob("attempt-*"))
     assert attempts == ["attempt-1", "attempt-2"], "the logs of both are kept"
+
+
+@pytest.mark.nightly
+def test_without_retries_left_a_preemption_ends_the_job(laptop):
+    process = laptop.start(*SLICE, *TWO_HOSTS, "--setup", "none", "--", "sh", "-c", "echo up; sleep 60")
+    output = laptop.read_until(process, "] up", times=2)
+    laptop.cloud.preempt("pod")
+    output += process.communicate(timeout=60)[0]
+    assert process.returncode == WORKER_LOST and "is SUSPENDED" in output, output
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_be_reached_is_named(laptop):
+    run(laptop, "true", *TWO_HOSTS)
+    laptop.cloud.unreachable("pod worker 1")
+    output = run(laptop, "true", *TWO_HOSTS, "--unreachable_s", "1", code=UNREACHABLE)
+    assert "pod worker 1" in output and "Connection timed out" in output
+
+
+@pytest.mark.slow
+def test_a_connection_that_drops_does_not_run_the_command_twice(laptop):
+    program = "echo start >> ~/starts; echo begun; sleep 3; echo finished"
+    process = laptop.start(*SLICE, *TWO_HOSTS, "--setup", "none", "--", "sh", "-c", program)
+    output = laptop.read_until(process, "begun", times=2)
+    for i in range(2):
+        laptop.cloud.drop_connections(f"pod worker {i}")
+    output += process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert output.count("finished") == 2 and output.count("begun") == 2 and "is reached again" in output
+    for i in range(2):
+        assert (laptop.cloud.home(f"pod worker {i}") / "starts").read_text() == "start\n"
 
 
 def test_what_google_refuses_has_an_exit_code_and_advice(laptop):
@@ -152,6 +206,25 @@ def test_ctrl_c_while_waiting_leaves_no_request_behind(laptop, number):
     output += process.communicate(timeout=60)[0]
     assert process.returncode == INTERRUPTED and "withdrawing the request" in output, output
     assert not laptop.cloud.read()["requests"]
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_while_waiting_leaves_no_request_behind(laptop):
+    laptop.cloud.queue(["WAITING_FOR_RESOURCES"] * 10000)
+    words = [sys.executable, "-c", "import os, sys; os.setsid(); os.close(os.open(os.ttyname(1), os.O_RDWR));"
+             "os.execv(sys.argv[1], sys.argv[1:])", *LAUNCHER, *SLICE, "--setup", "none", "--", "true"]  # fmt: skip
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        words, env=laptop.environment, cwd=laptop.directory, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    output = b""
+    while b"WAITING_FOR_RESOURCES" not in output:
+        output += os.read(ours, 4096)
+    os.close(ours)
+    process.wait(timeout=60)
+    assert not laptop.cloud.read()["requests"]
+    assert "withdrawing the request" in (laptop.directory / "jobs" / "pod" / "launcher.log").read_text()
 
 
 @pytest.mark.slow
@@ -368,6 +441,21 @@ def test_slices_whose_machines_do_not_say_their_number_are_refused(laptop):
         *MIG_SLICE, "--tpu_type", "v5p-16", "--slices", "2", "--setup", "none", "--", "true", code=1
     )  # fmt: skip
     assert "no machine of the first slice says that it is number 0" in output
+
+
+@pytest.mark.nightly
+def test_what_was_preempted_is_made_again(laptop):
+    program = """
+        file=~/../starts$FAKE_WORKER_NUMBER; echo start >> $file; echo "start $(wc -l < $file)"
+        if [ "$(wc -l < $file)" = 1 ]; then sleep 60; fi
+    """
+    options = ["--tpu_type", "v5p-16", "--capacity_type", "spot", "--retries", "1", "--setup", "none"]
+    process = laptop.start(*MIG_SLICE, *options, "--", "sh", "-c", program)
+    output = laptop.read_until(process, "start 1", times=2)
+    laptop.cloud.preempt("pod")
+    output += process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and output.count("start 2") == 2, output
+    assert "is TERMINATED" in output and output.count("pod: asking for v5p-16") == 2
 
 
 @pytest.mark.slow
