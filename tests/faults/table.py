@@ -65,7 +65,7 @@ FAULTS = [
     Fault("commit_raises_on_one_host", "taking results raises on one host", GOES_ON, "no room for results", 30),
     Fault("prefill_cannot_be_placed_on_one_host", "one host cannot place a batch", GOES_ON, "no room for a batch", 30),
     Fault("audit_cannot_be_placed_on_one_host", "one host cannot place an audit", GOES_ON, "no room for a batch", 30),
-    Fault("nan_weights", "the weights are not numbers", GOES_ON, "", 30),
+    Fault("nan_weights", "the weights are not numbers", GOES_ON, "log-probabilities that are no numbers (NaN)", 30),
     Fault("token_ids_out_of_range", "the tokenizer has ids that the model has not", GOES_ON, "do not match", 10),
     Fault("deleted_model", "the model was donated to the next step", GOES_ON, "deleted", 30),
     Fault("errors_in_a_row", "max_consecutive_errors rounds fail", GOES_ON, "sampling is switched off", 10),
