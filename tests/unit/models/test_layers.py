@@ -43,16 +43,22 @@ def test_all_operations_compute_the_same_layer(name: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, config.hidden_dim)), jnp.float32)
     angles = block.rope_angles(jnp.arange(6), [rotary_frequencies(config, layer_kinds(config)[0].rope)])
 
-    def run(ops: Any, w: Any) -> np.ndarray:
+    def run(ops: Any, w: Any) -> jax.Array:
         def mlp(h: jax.Array) -> Any:
             return feed_forward(ops, config, w, h, lambda h: pytest.fail("there are no experts"))
 
         stream, chosen = layer(ops, config, w, x, (jnp.cos(angles), jnp.sin(angles)), attend, mlp)
         assert chosen is None and stream.shape == x.shape
-        return np.asarray(stream)
+        return stream
 
-    decode_mesh = make_decode_mesh(mesh, 1)
-    trained = run(Train(config, ROWS), LayerWeights(**({"q": None, "k": None, "v": None, "o": None} | named)))
+    def loss(named: Any) -> Any:
+        out = run(Train(config, ROWS), LayerWeights(**({"q": None, "k": None, "v": None, "o": None} | named)))
+        return jnp.square(out).sum(), out
+
+    gradients, trained = jax.jit(jax.grad(loss, has_aux=True))(named)
     assert not np.allclose(trained, x)
+    for weight in gradients.keys() - {"sinks"}:  # which `attend` leaves out
+        assert np.any(gradients[weight].array), f"{weight} is not trained"
+    decode_mesh = make_decode_mesh(mesh, 1)
     for ops in (Sharded(config, decode_mesh), Searched(config, settings_of(config)), Exact(config, decode_mesh)):
         np.testing.assert_allclose(run(ops, arrays), trained, rtol=1e-4, atol=1e-4, err_msg=type(ops).__name__)
