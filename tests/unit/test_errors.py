@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ from lockstep import errors, training
 from lockstep.main.commands import COMMANDS
 from lockstep.main.help import add_keys
 from tests.extras import NEEDS_CLIENTS
+from tests.sources import all_sources
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in (ROOT / "src" / "lockstep").rglob("*.py")]
 OTHERS = {
     *("activation_function", "chat_template", "do_sample", "eos_token_id", "sliding_attention", "text_only"),
     *("arc_easy", "device_put", "host_local", "jax_flash", "lockstep_calibration", "my_module", "my_rewards"),
@@ -102,10 +102,10 @@ def test_null_is_a_choice_where_it_is_named():
         training.GrpoConfig(loss=None)
 
 
-def messages() -> Iterator[tuple[str, str]]:
+def messages(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
     """Every text of an error or a warning, with its place; what is filled in is a NUL."""
     calls = {"ConfigError", "BadRow", "Finding", "error", "warn", "warning"}
-    for path, tree in SOURCES:
+    for path, tree in trees.items():
         for node in ast.walk(tree):
             call = node.exc if isinstance(node, ast.Raise) else node
             if not isinstance(call, ast.Call):
@@ -120,10 +120,10 @@ def messages() -> Iterator[tuple[str, str]]:
                 else:
                     continue
                 if " " in text:
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}", text
+                    yield f"{path}:{node.lineno}", text
 
 
-def known_names() -> tuple[set[str], set[str], set[str]]:
+def known_names(trees: Mapping[str, ast.Module]) -> tuple[set[str], set[str], set[str]]:
     """Options, configuration keys with their dots, and single names: of keys, their values, and of the sources."""
     options, keys, names = set(), set(), set(OTHERS)
     for command in COMMANDS:
@@ -134,7 +134,7 @@ def known_names() -> tuple[set[str], set[str], set[str]]:
             names |= set(action.choices or ())
             parts = action.option_strings[0].removeprefix("--").split(".") if action.option_strings else ()
             keys |= {".".join(parts[: end + 1]) for end in range(len(parts))}
-    for _, tree in SOURCES:
+    for tree in trees.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
@@ -178,7 +178,8 @@ def unknown_names(text: str, options: set[str], keys: set[str], names: set[str])
 
 @NEEDS_CLIENTS
 def test_no_message_names_what_does_not_exist():
-    known, found = known_names(), {text: place for place, text in messages()}
+    trees = {path: ast.parse(text) for path, text in all_sources().items()}
+    known, found = known_names(trees), {text: place for place, text in messages(trees)}
     assert len(found) > 1000
     unknown = {place: names for text, place in found.items() if (names := unknown_names(text, *known))}
     assert not unknown

@@ -5,6 +5,7 @@
 """
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -37,12 +38,19 @@ def dotted(path):
     return ".".join(path.with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 
-def imports_of(source):
-    """The name of each import of a source, those inside functions and for type checkers too."""
+@functools.cache
+def imports_and_functions(source):
+    """The name of each import of a source, those inside functions and for type checkers too; and each function's line,
+    with the number of its arguments.
+    """
+    imports, functions = [], {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            yield from (module + alias.name for alias in node.names)
+            imports += [module + alias.name for alias in node.names]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions[f"{node.lineno} {node.name}"] = number_of_arguments(node)
+    return imports, functions
 
 
 SOURCES = {dotted(path): (SOURCE / path).read_text(encoding="utf-8") for path in PATHS}
@@ -61,7 +69,7 @@ def module_of(name):
 def breaches(module, source):
     """The imports of a module that break a rule, a line each."""
     room = room_of(module)
-    for name in imports_of(source):
+    for name in imports_and_functions(source)[0]:
         library, _, ours = name.partition(".")
         if library == "lockstep" and room_of(ours) not in BELOW[room]:
             yield f"{module} imports {name}: {room} may import only {', '.join(sorted(BELOW[room]))}"
@@ -78,7 +86,7 @@ def test_no_room_and_no_module_imports_itself_by_way_of_others():
     graphlib.TopologicalSorter({room: BELOW[room] - {room, *GROUND} for room in BELOW}).prepare()
     edges = {}
     for module in SOURCES.keys() - FACES:
-        named = {name[9:] for name in imports_of(SOURCES[module]) if name.startswith("lockstep.")}
+        named = {name[9:] for name in imports_and_functions(SOURCES[module])[0] if name.startswith("lockstep.")}
         if module != "main.commands":  # its table names all of them, and the command that plans the others reads it
             # A module that is named in a string is loaded on demand: an import all the same.
             named |= {name for name in re.findall(r'"lockstep\.([\w.]+)"', SOURCES[module]) if name in SOURCES}
@@ -106,11 +114,9 @@ def number_of_arguments(function):
 
 def test_no_function_has_more_than_eight_arguments():
     for module, source in SOURCES.items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                count = number_of_arguments(node)
-                assert count <= MOST_ARGUMENTS, f"{module}:{node.lineno} {node.name} has {count}: which have an owner?"
-    assert number_of_arguments(ast.parse("def f(self, a, /, b, *c, d, **e): ...").body[0]) == 3
+        for function, count in imports_and_functions(source)[1].items():
+            assert count <= MOST_ARGUMENTS, f"{module}:{function} has {count}: which have an owner?"
+    assert imports_and_functions("def f(self, a, /, b, *c, d, **e): ...")[1] == {"1 f": 3}
 
 
 COVERED = {

@@ -2,12 +2,10 @@
 
 import ast
 import os
-from pathlib import Path
 
 import fsspec
 import pytest
 
-import lockstep
 from lockstep.batch_inference.row_files import MANIFEST, check_manifest
 from lockstep.errors import ConfigError
 from lockstep.hosts.lease import LEASE, Lease
@@ -21,8 +19,8 @@ from lockstep.training.data.chunk_builder import read_chunk
 from lockstep.training.data.records import list_files
 from lockstep.training.data.token_cache import read_metadata
 from lockstep.urls import url_to_fs
+from tests.sources import sources
 
-PACKAGE = Path(lockstep.__file__).parent
 LOCAL = fsspec.filesystem("file")
 
 
@@ -194,7 +192,7 @@ def test_another_way_to_read_all_is_seen():
 
 
 def test_nothing_else_reads_whole_files():
-    files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    others = {name: text for name, text in sorted(files.items()) if not name.startswith(("launch/", "testing/"))}
+    files = sources(rf"\b({'|'.join(WHOLE)}|load|read)\b")
+    others = {name: text for name, text in files.items() if not name.startswith(("launch/", "testing/"))}
     calls = {name: found for name, text in others.items() if (found := whole_reads(text))}
     assert calls == {name: set(reasons) for name, reasons in ALLOWED.items()}

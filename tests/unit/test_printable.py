@@ -1,7 +1,6 @@
 """What of a text that others wrote reaches a terminal, and what is hidden of names and URLs."""
 
 import ast
-import functools
 import io
 import logging
 import re
@@ -9,11 +8,9 @@ import shlex
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-import lockstep
 from lockstep.printable import (
     bytes_text,
     get_logger,
@@ -25,6 +22,7 @@ from lockstep.printable import (
     visible,
     without_credentials,
 )
+from tests.sources import sources
 
 HOSTILE = "a\x1b[31m\x07\r\tb\nc\x9b\u202e\ud800 ü"
 
@@ -118,19 +116,11 @@ def test_no_log_line_has_them_nor_the_stack_of_an_error(logged):
     assert text.count("OSError: https://h/a?…\n") == 2 and text.count("ValueError: s3://b \\x1b[2J\n") == 2
 
 
-@functools.cache
-def modules():
-    """The source of every module, parsed."""
-    package = Path(lockstep.__file__).parent
-    paths = {path.relative_to(package).as_posix(): path for path in sorted(package.rglob("*.py"))}
-    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
-
-
 def test_every_module_logs_that_way():
     wrong = [
         name
-        for name, tree in modules().items()
-        for node in ast.walk(tree)
+        for name, text in sources("getLogger").items()
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call)
         and "getLogger" in (getattr(node.func, "attr", ""), getattr(node.func, "id", ""))
         and ast.unparse(node.args[0]) == "__name__"
@@ -259,5 +249,6 @@ def stdout_calls(tree):
 
 
 def test_what_writes_to_stdout_is_in_the_table_or_goes_by_its_owner():
-    found = {name: lines for name, tree in modules().items() if (lines := list(stdout_calls(tree)))}
+    files = sources(r"stdout|\bprint\b|console|\bbar\b|_bar\b|\b_?live\b")
+    found = {name: lines for name, text in files.items() if (lines := list(stdout_calls(ast.parse(text))))}
     assert found.keys() == WRITES.keys(), found

@@ -4,7 +4,6 @@ import ast
 import io
 import json
 import os
-from pathlib import Path
 
 import pytest
 from rich.panel import Panel
@@ -12,16 +11,15 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-import lockstep
 from lockstep.batch_inference.summary import Outcome, Totals, closing_words, summary_table
 from lockstep.doctor.finding import Finding, Findings, merge
 from lockstep.main.results import run_report, run_tail
 from lockstep.printable import print_lines
 from lockstep.report import print_table
 from lockstep.terminal import Console
+from tests.sources import sources
 from tests.unit.report.trackers.fakes import row
 
-PACKAGE = Path(lockstep.__file__).parent
 NAME = "\x1b[2J\x1b]0;pwned\x07[red]x[/red][/]<b>\u202e"
 """A name that clears the screen, sets the window's title, is markup of rich and of HTML, and turns what follows."""
 SHOWN = r"\x1b[2J\x1b]0;pwned"
@@ -146,8 +144,8 @@ ALLOWED = {
 
 
 def test_nothing_else_writes_to_the_terminal():
-    files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    others = {name: text for name, text in sorted(files.items()) if not name.startswith(OF_OTHERS)}
+    files = sources(r"\b(print|rich|stdout|Console|Panel|TextColumn)\b")
+    others = {name: text for name, text in files.items() if not name.startswith(OF_OTHERS)}
     calls = {name: found for name, text in others.items() if (found := to_the_terminal(text))}
     assert calls == {name: set(reasons) for name, reasons in ALLOWED.items()}
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import lockstep
 from lockstep.batch_inference.row_files import RemoteRows
 from lockstep.doctor.needs import check_read, check_written
 from lockstep.errors import ConfigError, LockstepError
@@ -19,8 +18,7 @@ from lockstep.training import saved_model
 from lockstep.training.checkpoints.checkpoint import bring_files
 from lockstep.training.data.records import list_files
 from lockstep.urls import check_bare_name, check_links, check_url, checkpoint_path, url_to_fs
-
-PACKAGE = Path(lockstep.__file__).parent
+from tests.sources import sources
 
 
 @pytest.mark.parametrize(
@@ -183,9 +181,9 @@ def opened(source: str) -> set[str]:
 
 def test_nothing_else_opens_urls():
     wrong = {
-        path.relative_to(PACKAGE).as_posix(): found
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.name != "urls.py" and (found := opened(path.read_text(encoding="utf-8")))
+        name: found
+        for name, text in sources("|".join(each.partition(".")[0] for each in OPENS)).items()
+        if name != "urls.py" and (found := opened(text))
     }
     assert not wrong
 

@@ -3,7 +3,6 @@ import dataclasses
 import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +11,7 @@ from lockstep.report import Row, check_metrics, load_metric, load_metrics, measu
 from lockstep.report import metrics as metrics_module
 from lockstep.report.metrics import BUILT_IN, EvaluationFields, exact_match
 from lockstep.text import Prompt
+from tests.sources import sources
 
 PROMPT = Prompt(id=7, text="What is 2 plus 2?", answer="four")
 
@@ -184,11 +184,11 @@ def test_pass_rates_are_of_the_prompts_all_of_whose_answers_have_a_value():
 def test_messages_name_metrics_that_there_are():
     """A name is told from a word by its underscore, digit or @."""
     wrong = []
-    for path in (Path(__file__).parents[3] / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for module, text in sources("metric").items():
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 names = re.findall(r"\bmetrics?:? \[?([a-z]+[_@/\d][\w@/]*)", node.value)
-                wrong += [(path.name, name) for name in names if name not in BUILT_IN and not name.startswith("pass@")]
+                wrong += [(module, name) for name in names if name not in BUILT_IN and not name.startswith("pass@")]
     assert not wrong
 
 

@@ -18,7 +18,6 @@ import pytest
 import transformers
 from huggingface_hub.errors import HfHubHTTPError
 
-import lockstep
 from lockstep import storage
 from lockstep.batch_inference import EvalConfig
 from lockstep.batch_inference.config import SampleConfig
@@ -39,6 +38,7 @@ from lockstep.text import (
 )
 from lockstep.training import ExportConfig, TrainLmConfig
 from tests import made_tokenizers
+from tests.sources import sources
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "data" / "demo" / "tokenizer"
 
@@ -135,11 +135,10 @@ def with_code(tmp_path):
 
 
 def test_every_command_asks_for_its_key_before_a_tokenizer_runs_code():
-    package = Path(lockstep.__file__).parent
     calls = [
-        (path.name, ast.unparse(node))
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        (Path(name).name, ast.unparse(node))
+        for name, text in sources("load_tokenizer").items()
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "load_tokenizer"
     ]
     assert len(calls) >= 7 and all("trust" in call for _, call in calls), calls
