@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from lockstep.batch_inference.checkpoint import checkpoint_at, load
-from lockstep.errors import ConfigError, PeerError
+from lockstep.errors import ConfigError, DisagreementError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.arguments import parse_arguments
 from lockstep.models import LoraModel, fingerprint, load_config, load_hf, read_hf_config, save_hf
@@ -69,6 +69,19 @@ def test_a_function_that_one_host_lacks_is_found_by_all_before_anything_is_read(
     config = parse_arguments(TrainLmConfig, given)
     with pytest.raises(PeerError, match="module 'no_such_module' could not be imported"):
         train(config, Hosts(MemoryClient.hub(1)[0]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_configuration_that_one_host_has_otherwise_is_refused_by_all_before_anything_is_read(tmp_path):
+    given = ["--tokenizer", "no/such/tokenizer", "--model.type", "llama", "--data.train_urls", "[a.jsonl]"]
+    given += ["--trainer.log_dir", str(tmp_path), "--trainer.seed"]
+    configs = [parse_arguments(TrainLmConfig, [*given, str(seed)]) for seed in (0, 0, 1)]
+
+    def refused(hosts):
+        with pytest.raises(DisagreementError, match="'config'"):
+            train(configs[hosts.index], hosts)
+
+    run_threads(refused, 3)
     assert not list(tmp_path.iterdir())
 
 
