@@ -122,12 +122,6 @@ def check(slice_: str, layout: dict[str, int], config: LlamaConfig) -> None:
         assert {size for _, size in functions(hlo)} == {128}, name
 
 
-@pytest.fixture(autouse=True)
-def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
-        monkeypatch.setenv(name, "1")
-
-
 @pytest.mark.parametrize(
     ("slice_", "layout", "config"),
     [

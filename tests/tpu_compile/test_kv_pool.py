@@ -22,12 +22,6 @@ HEADS = Heads(kv_heads=2, group=4, head_size=128)
 LAYERS, PAGES, PAGE_SIZE, SLOTS, WIDTH = 2, 4096, 64, 16, 4
 
 
-@pytest.fixture(autouse=True)
-def libtpu(monkeypatch):
-    for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
-        monkeypatch.setenv(name, "1")
-
-
 @pytest.mark.parametrize(
     ("generation", "kv_dtype"),
     [

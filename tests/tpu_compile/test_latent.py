@@ -45,12 +45,6 @@ CONFIG = DeepseekV3Config(
 SLICES = [pytest.param("v5p-8", marks=pytest.mark.slow), pytest.param("v6e-4", marks=pytest.mark.nightly)]
 
 
-@pytest.fixture(autouse=True)
-def libtpu(monkeypatch):
-    for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
-        monkeypatch.setenv(name, "1")
-
-
 @pytest.mark.parametrize("slice_", SLICES)
 def test_decoding_keeps_the_latent_in_place_and_within_what_is_predicted(slice_):
     mesh = make_mesh("auto", list(topology(slice_).devices))

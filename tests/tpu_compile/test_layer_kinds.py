@@ -40,12 +40,6 @@ CONFIG = LlamaConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def libtpu(monkeypatch):
-    for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
-        monkeypatch.setenv(name, "1")
-
-
 def kernels(text: str) -> int:
     return text.count('custom_call_target="tpu_custom_call"')
 

@@ -40,12 +40,6 @@ CONFIG = LlamaConfig(
 MICROBATCHES = 2
 
 
-@pytest.fixture(autouse=True)
-def libtpu(monkeypatch):
-    for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
-        monkeypatch.setenv(name, "1")
-
-
 def sent(text):
     """How often each transfer to another slice runs, and the bytes that it sends."""
     runs = [run for run in Hlo(text).runs if run.op.kind == "send"]

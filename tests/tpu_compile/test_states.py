@@ -31,9 +31,7 @@ CONFIG = Qwen3NextConfig(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slice_", ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.nightly)])
-def test_states_are_written_in_place(slice_, monkeypatch):
-    for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
-        monkeypatch.setenv(name, "1")
+def test_states_are_written_in_place(slice_):
     mesh = make_mesh("auto", list(topology(slice_).devices))
     weights = weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=1024), "bfloat16")
     params = SamplingParams(max_new_tokens=64, temperature=0.7)

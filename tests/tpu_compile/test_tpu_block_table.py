@@ -21,9 +21,7 @@ TOKENS, SEQUENCES, POSITIONS = 64, 16, 1024
 @pytest.mark.parametrize(
     "generation", [name if name == "v4" else pytest.param(name, marks=pytest.mark.slow) for name in SLICES]
 )
-def test_small_blocks_compile_for_heads_outside_the_table(generation, head_size, dtype, page_size, monkeypatch):
-    for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
-        monkeypatch.setenv(name, "1")
+def test_small_blocks_compile_for_heads_outside_the_table(generation, head_size, dtype, page_size):
     heads = {"q_heads": 128, "kv_heads": 8, "head_size": head_size}
     key = BlockKey(generation=generation, **heads, page_size=page_size, dtype=dtype, kv_dtype=dtype)
     blocks, prefill = blocks_for(key)

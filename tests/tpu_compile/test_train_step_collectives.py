@@ -16,10 +16,8 @@ LAYERS = 2
 
 
 @pytest.mark.nightly
-def test_layers_gather_weights_twice_and_scatter_gradients_once_per_microbatch(monkeypatch):
+def test_layers_gather_weights_twice_and_scatter_gradients_once_per_microbatch():
     """The floor is two gathers and one scatter; one gather more, or an all-reduced gradient, would be a third more."""
-    for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
-        monkeypatch.setenv(name, "1")
     case = next(dataclasses.replace(case, layers=LAYERS) for case in CASES if case.model == "llama-3-8b")
     found = topology(case.slice_name)
     summary = train_step(case, found, CompileCache(case.slice_name, None, lambda *_: None))

@@ -19,12 +19,6 @@ ROWS = ("dp", "fsdp")
 HEADS = PartitionSpec(ROWS, None, "tp")
 
 
-@pytest.fixture(autouse=True)
-def libtpu(monkeypatch):
-    for name in ("ALLOW_MULTIPLE_LIBTPU_LOAD", "TPU_SKIP_MDS_QUERY"):
-        monkeypatch.setenv(name, "1")
-
-
 def mesh_of(generation, shape):
     return make_mesh(shape, topology(SLICES[generation]).devices)
 
