@@ -70,6 +70,9 @@ def test_preparing_launches_nothing_and_a_second_run_compiles_nothing(engine: En
     assert sizes is not None
     pool = f"float32[{2 * 2 * sizes.pages},8,4,8]"  # replicas, layers; two kv heads of 8 with K and V
     assert [pool in each.shapes for each in compiled] == [False, False, True, True, True]
+    aliased = [engine.programs[name].memory().alias_size_in_bytes for name in names]
+    assert engine.sizing is not None and engine.sizing.compiled is not None
+    assert aliased == [0, 0, *[engine.sizing.compiled.pool] * 3], "the cache is written in place"
     first = engine.generate(model, requests)
     launches = list(engine.ledger.launches)
     with compilations() as events:
