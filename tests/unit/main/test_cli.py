@@ -119,10 +119,10 @@ nightly = pytest.mark.nightly
         pytest.param("check --json {out}/ä.json -- true", FULL, "ä.json", marks=nightly),
         ("export {run}/checkpoints {out}/ä", ASCII, "ä/config.json"),
         pytest.param("export {run}/checkpoints {out}/ä", CLOSED, "ä/config.json", marks=nightly),
-        (EVAL, READER, "e/scores.json"),
+        pytest.param(EVAL, READER, "e/scores.json", marks=nightly),
         pytest.param(EVAL, FULL, "e/scores.json", marks=nightly),
-        (SAMPLE + " --trainer.run_id s", FULL, "s/samples/samples.jsonl"),
-        pytest.param(SAMPLE + " --trainer.run_id s", READER, "s/samples/samples.jsonl", marks=nightly),
+        pytest.param(SAMPLE + " --trainer.run_id s", FULL, "s/samples/samples.jsonl", marks=nightly),
+        (SAMPLE + " --trainer.run_id s", READER, "s/samples/samples.jsonl"),
     ],
 )
 def test_what_stdout_cannot_take_ends_no_command(command, shell, made, results, tmp_path):
