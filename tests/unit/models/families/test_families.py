@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,18 @@ QWEN = ["qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"
 EXPERTS = [*BIASED, *QWEN, "deepseek_v2", "deepseek_v2_lite", "gpt_oss", "mixtral"]
 FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "phi3", "qwen3_5"]
 LLAMAS = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
+PARTS = {
+    "deepseek_v3_lite": "deepseek_v3, and deepseek_v2_lite, whose queries are no latent either",
+    "qwen3_5": "qwen3_5_moe, and qwen3 for the MLP",
+    "qwen3_moe": "qwen3_moe_mixed",
+}
+"""Families whose layers others have too, which compute in nightly tests."""
 DEFAULT = LoraConfig(r=2, alpha=3.0)
 
 
-def some_fast(name: str, *fast: str) -> Any:
-    return pytest.param(name, marks=[pytest.mark.slow] * (name not in fast))
+def some_fast(name: str, *fast: str, nightly: Container[str] = ()) -> Any:
+    marks = () if name in fast else pytest.mark.nightly if name in nightly else pytest.mark.slow
+    return pytest.param(name, marks=marks)
 
 
 def load(path: Any, shape: str = "1,1,2") -> Any:
@@ -44,7 +52,7 @@ def test_the_oracle_is_transformers(family: str) -> None:
     assert np.abs(forward(GOLDEN / family, golden["input_ids"]) - golden["logits"]).max() < 5e-5
 
 
-@pytest.mark.parametrize("family", [some_fast(name, "phi3") for name in (*FAMILIES, *LLAMAS)])
+@pytest.mark.parametrize("family", [some_fast(name, "phi3", nightly=PARTS) for name in (*FAMILIES, *LLAMAS)])
 @pytest.mark.parametrize(
     ("shape", "layout"),
     [
@@ -74,7 +82,7 @@ def test_the_engine_writes_what_transformers_writes(family: str, shape: str, lay
     assert np.abs(logprobs.max(-1) - [answer.logprobs for answer in answers]).max() < 5e-5
 
 
-@pytest.mark.parametrize("family", [some_fast(name, "cohere2") for name in (*FAMILIES, *LLAMAS)])
+@pytest.mark.parametrize("family", [some_fast(name, "cohere2", nightly=PARTS) for name in (*FAMILIES, *LLAMAS)])
 def test_gradients_are_those_of_the_oracle(family: str, tmp_path: Path) -> None:
     """Along a random direction of each kind of tensor, by a central difference in float64."""
     ids, rng = np.load(GOLDEN / family / "golden.npz")["input_ids"][:, :8], np.random.default_rng(0)
@@ -102,7 +110,7 @@ def test_gradients_are_those_of_the_oracle(family: str, tmp_path: Path) -> None:
         assert abs(slope - (ahead - behind) / 2e-5) <= 1e-4 * norm, kind
 
 
-@pytest.mark.parametrize("family", [some_fast(name, "gpt_oss") for name in FAMILIES])
+@pytest.mark.parametrize("family", [some_fast(name, "gpt_oss", nightly=PARTS) for name in FAMILIES])
 def test_a_saved_checkpoint_is_the_one_that_was_loaded(family: str, tmp_path: Path) -> None:
     model = load_hf(str(GOLDEN / family), mesh_of("1,1,2"), dtype=jnp.bfloat16)
     save_hf(model, tmp_path / "out", max_shard_bytes=20_000)
