@@ -43,9 +43,14 @@ ARGUMENTS = {
 }
 """The arguments beside the smallest sizes."""
 NIGHTLY = {
+    "drafts": "it decodes as decode does",
     "exact": "it compiles some 900 programs",
+    "experts": "engines, and others in two processes",
+    "grpo_step": "four processes train",
     "levanter_round": "Levanter's start, in two processes",
     "logprob_gap": "it trains a model, and compiles 17 engines",
+    "rollout_ahead": "two processes train",
+    "sampler": "it starts a job of two processes",
     "tokamax_kernels": "the TPU compiler takes half a minute, and tokamax is not installed",
     "tpu_programs": "the TPU compiler takes half a minute; tests/tpu_compile/test_programs.py has its functions",
     "tpu_train_step": "the TPU compiler takes a minute for one layer",
