@@ -150,7 +150,7 @@ def test_two_slices_are_planned(cache):
     assert "dcn, dp, fsdp, tp" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_second_time_comes_from_the_cache(tiny, cache):
     code, text, found = plan(
         "--config_path", TINY, "--topology", "v6e-8", "--dollars_per_chip_hour", "2.5", cache=cache
@@ -170,7 +170,7 @@ def test_a_calibration_file_changes_the_predicted_seconds_and_nothing_else(tiny,
     )  # fmt: skip
     arguments = ("--config_path", TINY, "--topology", "v6e-8", "--calibration", file)
     code, text, found = plan(*arguments, cache=cache)
-    assert code == 0 and "compiling" not in text, text
+    assert code == 0 and "compiling" not in text and "from the cache" in text, text
     assert f"measured 2026-11-24 in a test ({file})" in found["chip"]["source"]
     step, before = (each["train_step"]["predicted_at_best"] for each in (found, published))
     assert step["memory_s"] == pytest.approx(4 * before["memory_s"])
