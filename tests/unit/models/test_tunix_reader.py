@@ -21,7 +21,7 @@ from lockstep.types import Request, SamplingParams
 from tests import tunix_models as models
 
 PROMPTS = [[int(token) for token in np.random.default_rng(3).integers(1, 64, size)] for size in (3, 9, 17)]
-NIGHTLY = ("qwen3-tied", "llama3", "gemma3-qkv")
+NIGHTLY = ("qwen3-tied", "llama3", "gemma", "gemma3-qkv")
 
 
 def marks(name):
@@ -79,7 +79,7 @@ def test_gemma_has_a_window_and_a_base_for_each_layer():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("name", [pytest.param("gemma2", marks=pytest.mark.nightly), "gemma3"])
 def test_the_trainable_model_over_its_weights_computes_the_same(name):
     model = models.randomise(models.MODELS[name]())
     found = check_reader(model, lambda ids: models.logprobs(model, np.asarray(ids), 24), length=24)

@@ -137,7 +137,7 @@ def scheduled(engine: Engine, model: Any, requests: Sequence[Request]) -> tuple[
     ("mesh", "layout", "names"),
     [
         ("1,1,1", "auto", ("greedy", "sampled", "stopped")),
-        pytest.param("1,1,1", "auto", tuple(PARAMS), marks=pytest.mark.slow),
+        pytest.param("1,1,1", "auto", tuple(PARAMS), marks=pytest.mark.nightly),
         pytest.param("1,2,2", "tensor", tuple(PARAMS), marks=pytest.mark.nightly),
     ],
 )
