@@ -32,18 +32,15 @@ def test_a_loop_of_ones_own_samples_on_two_hosts(tmp_path):
     assert "skipped" not in leader and "failed" not in leader
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "runs"),
-    [("train_lm", 1), *(pytest.param(name, 2, marks=pytest.mark.nightly) for name in ("train_lm", "train_dpo"))],
-)
-def test_levanter_with_our_block_in_its_yaml(name, runs, tmp_path):
-    """Its data caches, its configuration, its trainer, on two processes; in nightly tests resumed, too."""
+@pytest.mark.nightly  # in make slow: our hook in test_levanter.py
+@pytest.mark.parametrize("name", ["train_lm", "train_dpo"])
+def test_levanter_with_our_block_in_its_yaml(name, tmp_path):
+    """Its data caches, its configuration, its trainer, on two processes; and resumed."""
     arguments = ["--config_path", f"examples/levanter_{name}.yaml", "--trainer.id", "test"]
     arguments += ["--data.cache_dir", str(tmp_path / "cache"), "--trainer.log_dir", str(tmp_path)]
     arguments += ["--trainer.checkpointer.base_path", str(tmp_path / "checkpoints")]
     arguments += ["--inference_eval.eval_every", "2", "--inference_eval.max_new_tokens", "3"]
-    for steps, shown, not_shown in ((4, (2, 4), (6,)), (6, (6,), (2, 4)))[:runs]:
+    for steps, shown, not_shown in ((4, (2, 4), (6,)), (6, (6,), (2, 4))):
         command = ["python", f"examples/levanter_{name}.py", *arguments, "--trainer.num_train_steps", str(steps)]
         run = run_command(command, cwd=ROOT, timeout_s=240)
         assert run.code == 0, run.output
