@@ -101,6 +101,13 @@ def test_processes_that_a_launcher_has_started_and_that_have_not_joined_are_refu
             find()
 
 
+def test_what_was_found_before_the_user_started_the_service_is_looked_up_anew(monkeypatch):
+    early, client = current(), MemoryClient.hub(2)[0]
+    monkeypatch.setattr(module, "service_is_running", lambda: True)
+    monkeypatch.setattr(module, "JaxClient", lambda: client)
+    assert early.count == 1 and current().client is client
+
+
 def test_an_object_that_was_used_in_a_job_of_another_size_says_so():
     named = JobHosts(Hosts(MemoryClient.hub(2)[0]))
     assert named() is named()
