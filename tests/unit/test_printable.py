@@ -259,5 +259,5 @@ def stdout_calls(tree):
 
 
 def test_what_writes_to_stdout_is_in_the_table_or_goes_by_its_owner():
-    found = {name: lines for name, tree in modules().items() if (lines := list(stdout_calls(tree)))}
-    assert found.keys() == WRITES.keys(), found
+    lines_of = {name: lines for name, tree in modules().items() if (lines := list(stdout_calls(tree)))}
+    assert lines_of.keys() == WRITES.keys(), lines_of

@@ -307,14 +307,10 @@ class Session:
 
 
 class PhaseClock:
-    """Wall time by phase; a phase that comes twice is added up.
+    """Wall time by phase; a phase that comes twice is added up."""
 
-    Args:
-        phases: Phases that are there from the beginning, with 0 seconds.
-    """
-
-    def __init__(self, phases: Iterable[str] = ()) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(phases, 0.0)
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
