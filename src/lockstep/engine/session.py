@@ -307,10 +307,14 @@ class Session:
 
 
 class PhaseClock:
-    """Wall time by phase; a phase that comes twice is added up."""
+    """Wall time by phase; a phase that comes twice is added up.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    Args:
+        phases: Phases that are there from the beginning, with 0 seconds.
+    """
+
+    def __init__(self, phases: Iterable[str] = ()) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(phases, 0.0)
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
