@@ -1,30 +1,19 @@
 """What doctor times on a TPU is what it says: the compiler leaves no loop empty and copies no matrix."""
 
-import jax
-import numpy as np
 import pytest
 
 pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
-
-import haliax as hax
 
 from lockstep.doctor import speed
 from lockstep.doctor.layout_rounds import LENGTH, PROMPTS, make_tokenizer, shape_for
 from lockstep.engine import Auditor, Engine, EngineConfig
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.models import LlamaLMHeadModel, padded_vocab_size
+from lockstep.models import padded_vocab_size
 from lockstep.placement import data_shards, make_mesh, tensor_sizes
-from lockstep.training import (
-    OptimizerConfig,
-    StepSettings,
-    TrainStep,
-    batch_structs,
-    lm_loss,
-    parse_precision,
-    state_structs,
-)
+from lockstep.training import OptimizerConfig
 from lockstep.types import Request, SamplingParams
 from lockstep.xla import topology
+from tests.tpu_compile.steps import lowered_step
 
 pytestmark = pytest.mark.slow
 
@@ -62,17 +51,10 @@ def test_collectives_stay_in_their_loops(pod):
 def test_all_programs_of_the_self_test_compile():
     """Nobody else's configuration is as small as this model: heads of 128, two layers, rows of 64."""
     mesh, tokenizer = make_mesh("auto", topology("v5p-16").devices), make_tokenizer()
-    vocab = hax.Axis("vocab", padded_vocab_size(len(tokenizer), 1))
-    optimizer, precision = OptimizerConfig(learning_rate=1e-2, warmup=0).build(8), parse_precision("p=f32,c=bf16")
-    state, shardings = state_structs(
-        lambda key: LlamaLMHeadModel.init(vocab, shape_for(mesh), key=key), optimizer, mesh, precision
-    )
-    step = TrainStep(
-        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings,
-        settings=StepSettings(precision=precision), microbatches=1,
-    )  # fmt: skip
-    columns = {"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32), "loss_mask": jax.ShapeDtypeStruct((LENGTH,), bool)}
-    step.lower(state, batch_structs(columns, 2 * data_shards(mesh), mesh)).compile()
+    vocab = padded_vocab_size(len(tokenizer), 1)
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0)
+    state, step = lowered_step(shape_for(mesh), vocab, mesh, 2 * data_shards(mesh), length=LENGTH, optimizer=optimizer)
+    step.compile()
     params = SamplingParams(max_new_tokens=16, temperature=0.8, top_p=0.9, n_generations=2, seed=0)
     requests = [
         Request(prompt_id=i, prompt_tokens=tuple(tokenizer.encode(text)), params=params)

@@ -1,13 +1,10 @@
 """Two slices, by the TPU compiler: a slice sends to another when the microbatches are done, and no weight to decode."""
 
 import dataclasses
-import functools
 import math
 
-import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
@@ -16,20 +13,12 @@ from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.decode_model import DecodeModels
 from lockstep.engine.sizing.cost_model import from_other_slices
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, read_decoder
+from lockstep.models import LlamaConfig, read_decoder
 from lockstep.models.families.family import ModelPreset
 from lockstep.placement import data_shards, make_mesh, reshard_function
-from lockstep.training import (
-    OptimizerConfig,
-    StepSettings,
-    TrainStep,
-    batch_structs,
-    lm_loss,
-    parse_precision,
-    state_structs,
-)
 from lockstep.types import Request, SamplingParams
 from lockstep.xla import Hlo, collectives, topology
+from tests.tpu_compile.steps import lowered_step
 
 pytestmark = pytest.mark.slow
 
@@ -53,16 +42,10 @@ def sent(text):
 )
 def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatches(shape, dtype):
     mesh = make_mesh(shape, topology("2xv6e-4").devices)
-    optimizer, precision = OptimizerConfig().build(8), parse_precision("p=f32,c=bf16")
-    init = functools.partial(_init, hax.Axis("vocab", 1024))
-    state, shardings = state_structs(init, optimizer, mesh, precision)
-    step = TrainStep(
-        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings,
-        settings=StepSettings(precision=precision, reduce_dtype=None if dtype is None else jnp.dtype(dtype)),
-        microbatches=MICROBATCHES,
-    )  # fmt: skip
-    columns = {"tokens": jax.ShapeDtypeStruct((256,), np.int32), "loss_mask": jax.ShapeDtypeStruct((256,), bool)}
-    hlo = Hlo(text := step.lower(state, batch_structs(columns, 4 * data_shards(mesh), mesh)).compile().as_text())
+    reduce_dtype = None if dtype is None else jnp.dtype(dtype)
+    batch = 4 * data_shards(mesh)
+    state, step = lowered_step(CONFIG, 1024, mesh, batch, microbatches=MICROBATCHES, reduce_dtype=reduce_dtype)
+    hlo = Hlo(text := step.compile().as_text())
     loops = {name for run in hlo.runs for name in run.op.called().get("body", ())}
     found = sent(text)
     assert loops and not loops & {computation for computation, _, _ in found}
@@ -94,15 +77,9 @@ def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatc
 @pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_stages_hand_on_one_microbatch_at_a_time_and_add_up_what_both_have_once_a_step(repeats):
     mesh = make_mesh("pp=2,fsdp=-1", topology("2xv6e-4").devices)
-    optimizer, precision = OptimizerConfig().build(8), parse_precision("p=f32,c=bf16")
-    init = functools.partial(_init, hax.Axis("vocab", 1024), config=dataclasses.replace(CONFIG, num_layers=4))
-    state, shardings = state_structs(init, optimizer, mesh, precision)
-    step = TrainStep(
-        loss_fn=lm_loss, optimizer=optimizer, schedule=None, mesh=mesh, shardings=shardings,
-        settings=StepSettings(precision=precision, repeats=repeats), microbatches=2,
-    )  # fmt: skip
-    columns = {"tokens": jax.ShapeDtypeStruct((256,), np.int32), "loss_mask": jax.ShapeDtypeStruct((256,), bool)}
-    found = sent(step.lower(state, batch_structs(columns, 4 * data_shards(mesh), mesh)).compile().as_text())
+    config, batch = dataclasses.replace(CONFIG, num_layers=4), 4 * data_shards(mesh)
+    state, step = lowered_step(config, 1024, mesh, batch, microbatches=2, repeats=repeats)
+    found = sent(step.compile().as_text())
     # 2 * 2 microbatches of 2 rows to a device, there and back around the ring, forward and backward, in bfloat16.
     passed = [(times, size) for _, times, size in found if times > 1]
     assert passed == [(4 * repeats + 1, 2 * 256 * CONFIG.hidden_dim * 2)] * 4
@@ -114,18 +91,13 @@ def test_stages_hand_on_one_microbatch_at_a_time_and_add_up_what_both_have_once_
 
 def test_decoding_takes_the_layers_of_the_other_stage_once_as_predicted():
     mesh = make_mesh("pp=2,fsdp=-1", topology("2xv6e-4").devices)
-    init = functools.partial(_init, hax.Axis("vocab", 1024))
-    state, _ = state_structs(init, OptimizerConfig().build(8), mesh, parse_precision("p=f32,c=bf16"))
+    state, _ = lowered_step(CONFIG, 1024, mesh, 4 * data_shards(mesh))
     for options in ({"dtype": "bfloat16"}, {"weight_dtype": "int8"}):
         model = DecodeModels(EngineConfig(**options), *read_decoder(state.model), mesh)[{"tensor": 2}]
         move, _ = reshard_function(model.layouts, model.dtype, gather=True)
         with jax.set_mesh(model.decode_mesh.mesh):
             found = sent(jax.jit(move).lower(model.weights).compile().as_text())
         assert from_other_slices(model) == sum(times * size for _, times, size in found) > 0
-
-
-def _init(vocab, key, config=CONFIG):
-    return LlamaLMHeadModel.init(vocab, config, key=key)
 
 
 @pytest.mark.parametrize("name", ["2xv5p-16", pytest.param("2xv6e-16", marks=pytest.mark.nightly)])

@@ -250,5 +250,5 @@ def stdout_calls(tree):
 
 def test_what_writes_to_stdout_is_in_the_table_or_goes_by_its_owner():
     files = sources("(?i)stdout|print|console|bar|live")
-    found = {name: lines for name, text in files.items() if (lines := list(stdout_calls(ast.parse(text))))}
-    assert found.keys() == WRITES.keys(), found
+    lines_of = {name: lines for name, text in files.items() if (lines := list(stdout_calls(ast.parse(text))))}
+    assert lines_of.keys() == WRITES.keys(), lines_of

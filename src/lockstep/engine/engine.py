@@ -7,17 +7,17 @@ import jax
 from jax.sharding import Mesh
 
 from lockstep.engine.config import EngineConfig, context_size, tensor_size
-from lockstep.engine.decode_model import DecodeModel
+from lockstep.engine.decode_model import DecodeModel, DecodeModels, signature_of
 from lockstep.engine.decoder.exact_proof import AGREED, prove_exact
 from lockstep.engine.decoder.transformer import routed_shape
 from lockstep.engine.launches import Devices, Gate, Observer, launch_all
-from lockstep.engine.prepare import Prepared, models_for, prepare_programs
+from lockstep.engine.prepare import Prepared, prepare_programs
 from lockstep.engine.schedule import Capacity, Counts, FindStop, Scheduler
 from lockstep.engine.session import Session
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.demand import check_requests, checked
 from lockstep.engine.sizing.result import Sizing
-from lockstep.engine.small_moves import KnownModel, describe_change, describe_uneven_layers
+from lockstep.engine.small_moves import KnownModel, can_follow, describe_change, describe_uneven_layers
 from lockstep.errors import ConfigError
 from lockstep.hosts import Hosts, Ledger, current, environment
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
@@ -324,6 +324,7 @@ class Engine:
             raise ConfigError("there are 0 requests; the engine needs at least 1 to prepare for. Give it a prompt.")
         check_requests(requests, read[1].embed.shape[0], self.vocab_size)
         free = self.free_bytes(read) if free is None else free
-        models, before = models_for(self.config, self.mesh, read, self._built)
-        excess = before.excess if before else {}
+        before = self._built  # of use where at most small weights are placed elsewhere (`KnownModel`)
+        before = before if before and can_follow(before.models.signature, signature_of(*read)) else None
+        models, excess = (before.models, before.excess) if before else (DecodeModels(self.config, *read, self.mesh), {})
         return Chooser(config=self.config, models=models, requests=requests, free=free, excess=excess), before

@@ -3,18 +3,14 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jax.sharding import Mesh
-
-from lockstep.engine.config import EngineConfig, layout_text
-from lockstep.engine.decode_model import DecodeModel, DecodeModels, signature_of
+from lockstep.engine.config import layout_text
+from lockstep.engine.decode_model import DecodeModel, DecodeModels
 from lockstep.engine.decoder.build import Programs, build_programs
 from lockstep.engine.sizing.choose import Chooser
 from lockstep.engine.sizing.memory_model import measured
 from lockstep.engine.sizing.result import Sizing
-from lockstep.engine.small_moves import can_follow
 from lockstep.errors import HbmError
 from lockstep.hosts import Ledger
-from lockstep.models import DecoderWeights, LlamaConfig
 from lockstep.placement.device import Compile, compile_lowered
 
 
@@ -31,23 +27,6 @@ class Prepared:
     def model(self) -> DecodeModel:
         """The model in the layout in use."""
         return self.models[self.sizing.layout]
-
-
-def models_for(
-    config: EngineConfig, mesh: Mesh, model: tuple[LlamaConfig, DecoderWeights], before: Prepared | None
-) -> tuple[DecodeModels, Prepared | None]:
-    """The model in every layout, and what was prepared for it before.
-
-    Args:
-        model: What `lockstep.models.read_decoder` returned.
-
-    Returns:
-        The models of ``before`` and ``before`` itself where it was prepared for the same shapes, dtypes and placement,
-        or small weights alone are placed elsewhere (`KnownModel`); else new ones and None.
-    """
-    if before is not None and can_follow(before.models.signature, signature_of(*model)):
-        return before.models, before
-    return DecodeModels(config, *model, mesh), None
 
 
 def prepare_programs(

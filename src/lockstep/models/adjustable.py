@@ -20,7 +20,7 @@ from lockstep.models.config import LayerKind, LlamaConfig, layer_kinds, rotary_f
 from lockstep.models.delta_rule import DeltaGates, DeltaState, gated_delta
 from lockstep.models.experts import Scoring
 from lockstep.models.latent import LatentQueries, expanded
-from lockstep.models.layers import Attend, feed_forward, first_stream, last_stream, layer
+from lockstep.models.layers import Attend, Ops, feed_forward, first_stream, last_stream, layer
 from lockstep.models.weight_sizes import sizes_of
 from lockstep.models.weights import ATTENTION_WEIGHTS, LINEAR_WEIGHTS, SPLIT_DELTA, WEIGHT_AXES, DecoderWeights
 
@@ -186,8 +186,8 @@ def _without(w: Any, *names: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Searched:
-    """`lockstep.models.layers.Ops` on one device, with the settings of norms, activations and experts as arrays."""
+class Searched(Ops):
+    """`Ops` on one device, with the settings of norms, activations and experts as arrays."""
 
     config: LlamaConfig
     settings: Settings
@@ -196,21 +196,12 @@ class Searched:
     def epsilon(self) -> Any:
         return self.settings["epsilon"]
 
-    def local(self, size: int) -> int:
-        return size
-
-    def array(self, weight: Any) -> Any:
-        return weight
-
     def columns(self, x: Array, weight: Array, shape: tuple[int, ...], *, units: int, bias: Any = None) -> Array:
         out = x @ weight.reshape(len(weight), -1)
         return (out if bias is None else out + bias.reshape(-1)).reshape(*x.shape[:2], *shape)
 
     def part(self, x: Array, weight: Array, *, units: int) -> Array:
         return x.reshape(*x.shape[:2], -1) @ weight.reshape(-1, weight.shape[-1])
-
-    def total(self, part: Array) -> Array:
-        return part
 
     def norm(self, x: Array, weight: Array | None, *, wide: bool = False, epsilon: float | None = None) -> Array:
         if weight is not None and wide:
@@ -237,15 +228,6 @@ class Searched:
         assert of is not None
         start = DeltaState.zeros(of, len(inputs), of.key_heads, jnp.dtype(jnp.float32))
         return gated_delta(of, inputs, taps, gates, start)[0]
-
-    def shard(self, x: Array, *axes: str) -> Array:
-        return x
-
-    def keep(self, x: Array) -> Array:
-        return x
-
-    def fix[X](self, x: X) -> X:
-        return x
 
     def activate(self, h: Array) -> Array:
         activated: Array = jax.lax.switch(self.settings["activation"], list(block.ACTIVATIONS.values()), h)

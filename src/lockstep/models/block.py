@@ -188,7 +188,7 @@ def hidden(
         elementwise: Applies the activation, which is then computed in float32 and rounded once.
     """
     if activation == "clamped_swiglu":
-        return clamped_swiglu(up, elementwise=elementwise)
+        return clamped_swiglu(up, elementwise)
     if gate is None:
         if elementwise is None:
             return xielu(up, *xielu_parameters)
@@ -200,20 +200,14 @@ def hidden(
     return elementwise(lambda x: activate(x.astype(jnp.float32)).astype(x.dtype), gate) * up
 
 
-def clamped_swiglu(
-    gate_up: Array,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    elementwise: Elementwise | None = None,
-) -> Array:
+def clamped_swiglu(gate_up: Array, elementwise: Elementwise | None = None) -> Array:
     """Apply the gated activation of gpt-oss (https://arxiv.org/abs/2508.10925, section 2): SwiGLU, clamped, plus gate.
 
     Args:
         gate_up: The pre-activations, gate and up in turns: the result is half as wide.
-        alpha: The slope inside the sigmoid.
-        limit: The bound of gates from above, and of ups on both sides.
         elementwise: Applies functions, which are then computed in float32; the product is rounded once.
     """
+    alpha, limit = 1.702, 7.0
     gate = jnp.minimum(gate_up[..., ::2], jnp.asarray(limit, gate_up.dtype))
     up = jnp.clip(gate_up[..., 1::2], -limit, limit)
     if elementwise is None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from typing import ClassVar, Final, Literal, get_args
+from typing import ClassVar, Final, Literal
 
 import draccus
 import numpy as np
@@ -13,7 +13,7 @@ from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.limits import LAYERS
 from lockstep.models import block
-from lockstep.models.attention import AttentionBackend, check_backend
+from lockstep.models.attention import AttentionBackend
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
 from lockstep.models.latent import Latent
@@ -129,7 +129,6 @@ class LlamaConfig(ModelConfig):
                 f"layer_norm_epsilon is {self.layer_norm_epsilon} and initializer_range is {self.initializer_range}; "
                 "layer_norm_epsilon must be positive and initializer_range at least 0. Llama uses 1e-5 and 0.02."
             )
-        check_backend(self.attn_backend)
         self._check_numerics()
         if self.qkv_bias and self.qk_norm and not self._biased_norms:
             raise ConfigError(
@@ -180,8 +179,6 @@ class LlamaConfig(ModelConfig):
             )
 
     def _check_numerics(self) -> None:
-        if self.numerics not in get_args(Numerics):
-            raise ConfigError(f"numerics is {self.numerics!r}; it must be fast or exact. Use fast if in doubt.")
         if not self.exact:
             return
         plain = Variant()

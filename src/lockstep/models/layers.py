@@ -32,7 +32,8 @@ type FeedForward = Callable[[Array], tuple[Array, Any]]
 class Ops(Protocol):
     """Operations that depend on where a model runs: on devices that split a weight, and on the order of sums.
 
-    A weight is whatever the implementation has for it, an array for most; a row is a token of a sequence.
+    A weight is whatever the implementation has for it, an array for most; a row is a token of a sequence. Those with a
+    body are as on a single device that XLA may optimise as it likes.
     """
 
     @property
@@ -41,9 +42,11 @@ class Ops(Protocol):
 
     def local(self, size: int) -> int:
         """The part that a weight on this device has of an axis that devices may split."""
+        return size
 
     def array(self, weight: Any) -> Any:
         """A weight as a plain array; None for None."""
+        return weight
 
     def columns(
         self, x: Array, weight: Any, shape: tuple[int, ...], *, units: int, bias: Any = None
@@ -66,6 +69,7 @@ class Ops(Protocol):
 
     def total(self, part: Array) -> Array:
         """The sum of what `part` returned on all devices that split the weight."""
+        return part
 
     def norm(self, x: Array, weight: Any, *, wide: bool = False, epsilon: float | None = None) -> Array:
         """The RMSNorm over the axes of the weight; without a weight ``x``.
@@ -93,12 +97,15 @@ class Ops(Protocol):
 
     def shard(self, x: Array, *axes: str) -> Array:
         """``x`` with the sharding of its axes, which are those of the rows and these."""
+        return x
 
     def keep(self, x: Array) -> Array:
         """``x`` as an array of its own, which several products read, where making it again for each reads more."""
+        return x
 
     def fix[X](self, x: X) -> X:
         """``x``, as `lockstep.models.block.Fix`."""
+        return x
 
 
 def layer(

@@ -34,6 +34,7 @@ from lockstep.models.named_block import (
 )
 from lockstep.models.remat import scan_policy
 from lockstep.models.train_ops import Train
+from lockstep.models.weight_sizes import absent_weights
 from lockstep.models.weights import STACKED, LayerWeights
 
 
@@ -66,42 +67,17 @@ class LlamaAttention(eqx.Module):
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections, zero biases and sinks, and unit norms."""
-        keys = jax.random.split(key, 4)
-        std, bias, wide = config.initializer_range, config.qkv_bias, config.variant.wide_qk_norm
-        norm, gated, latent = config.qk_norm and not wide, config.variant.gated_attention, config.latent is not None
-        low_rank = config.latent is not None and config.latent.q_lora_rank is not None
+        keys, absent = jax.random.split(key, 4), absent_weights(config)
+        random = {"gated_q": 0} | {name: number for number, name in enumerate((*"qkvo", "q_a", "q_b", "kv_a", "kv_b"))}
 
-        def projection(number: int, name: str) -> NamedArray:
-            own = keys[number] if number < 4 else jax.random.fold_in(key, number)
-            return hax.random.normal(own, weight_axes(config, name)) * std
+        def weight(name: str) -> NamedArray:
+            if (number := random.get(name)) is not None:
+                own = keys[number] if number < 4 else jax.random.fold_in(key, number)
+                return hax.random.normal(own, weight_axes(config, name)) * config.initializer_range
+            return neutral(config, name) if name.endswith("norm") else hax.zeros(weight_axes(config, name))
 
-        def zeros(name: str) -> NamedArray:
-            return hax.zeros(weight_axes(config, name))
-
-        return cls(
-            q=None if low_rank or gated else projection(0, "q"),
-            gated_q=projection(0, "gated_q") if gated else None,
-            k=None if latent else projection(1, "k"),
-            v=None if latent else projection(2, "v"),
-            q_a=projection(4, "q_a") if low_rank else None,
-            q_a_norm=neutral(config, "q_a_norm") if low_rank else None,
-            q_b=projection(5, "q_b") if low_rank else None,
-            kv_a=projection(6, "kv_a") if latent else None,
-            kv_a_norm=neutral(config, "kv_a_norm") if latent else None,
-            kv_b=projection(7, "kv_b") if latent else None,
-            o=projection(3, "o"),
-            q_bias=zeros("q_bias") if bias else None,
-            k_bias=zeros("k_bias") if bias else None,
-            v_bias=zeros("v_bias") if bias else None,
-            o_bias=zeros("o_bias") if config.variant.o_bias else None,
-            sinks=zeros("sinks") if config.variant.attention_sinks else None,
-            head_gate=zeros("head_gate") if config.variant.head_gates else None,
-            q_norm=neutral(config, "q_norm") if norm else None,
-            k_norm=neutral(config, "k_norm") if norm else None,
-            q_wide_norm=neutral(config, "q_wide_norm") if wide else None,
-            k_wide_norm=neutral(config, "k_wide_norm") if wide else None,
-            config=config,
-        )
+        names = [name for name in cls.__annotations__ if name != "config"]
+        return cls(**{name: None if name in absent else weight(name) for name in names}, config=config)
 
     def attend(
         self, ops: Train, segment_ids: NamedArray | None, layer_kind: NamedArray | None, q: Array, k: Array, v: Array
@@ -166,10 +142,8 @@ class LlamaLayer(eqx.Module):
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
         """Return random projections and unit norms."""
         attention_key, mlp_key = jax.random.split(key)
-        norms = {
-            name: neutral(config, name) if name in config.variant.norms else None
-            for name in ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
-        }
+        names = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
+        norms = {name: neutral(config, name) if name in config.variant.norms else None for name in names}
         mlp, mixed = LlamaMlp if config.experts is None else LlamaExperts, config.mixed_parts
         return cls(
             **norms,

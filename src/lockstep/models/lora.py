@@ -197,21 +197,18 @@ class LoraModel(eqx.Module):
 
     @property
     def config(self) -> LlamaConfig:
-        """The configuration of the model."""
+        """See `LlamaLMHeadModel`; so for all that it has."""
         return self.base.config
 
     @property
     def Vocab(self) -> Axis:
-        """The vocabulary axis."""
         return self.base.Vocab
 
     @property
     def logit_soft_cap(self) -> float | None:
-        """The soft cap of the logits; None for none."""
         return self.base.logit_soft_cap
 
     def activations(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
-        """Return the hidden states after the last norm, see `LlamaLMHeadModel.activations`."""
         return self.adapted().activations(input_ids, segment_ids)
 
     def activations_and_router(
@@ -222,19 +219,15 @@ class LoraModel(eqx.Module):
         known: NamedArray | None = None,
         counted: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums | None]:
-        """Return what `LlamaLMHeadModel.activations_and_router` does."""
         return self.adapted().activations_and_router(input_ids, segment_ids, engine, known, counted)
 
     def lm_head_array(self) -> NamedArray:
-        """Return the output layer, see `LlamaLMHeadModel.lm_head_array`."""
         return self.base.lm_head_array()
 
     def logits(self, activations: NamedArray) -> NamedArray:
-        """Return the logits of hidden states, see `LlamaLMHeadModel.logits`."""
         return self.base.logits(activations)
 
     def __call__(self, input_ids: NamedArray, segment_ids: NamedArray | None = None) -> NamedArray:
-        """Return the logits of the next token at every position, see `LlamaLMHeadModel`."""
         return self.logits(self.activations(input_ids, segment_ids))
 
     def adapted(self) -> LlamaLMHeadModel:

@@ -12,14 +12,14 @@ from jaxtyping import Array, Float
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig
 from lockstep.models.latent import LatentQueries, expanded
-from lockstep.models.layers import Attend, Rotary
+from lockstep.models.layers import Attend, Ops, Rotary
 from lockstep.models.low_rank import AdaptedWeight, Weight, linear
 from lockstep.models.weights import LayerWeights
 
 
 @dataclasses.dataclass(frozen=True)
-class Train:
-    """`lockstep.models.layers.Ops` with weights that have named axes, and may have adapters.
+class Train(Ops):
+    """`Ops` with weights that have named axes, and may have adapters.
 
     Args:
         rows: The axes of the rows, the position last.
@@ -46,9 +46,6 @@ class Train:
         """See `Ops`; so for all methods."""
         return self.config.layer_norm_epsilon
 
-    def local(self, size: int) -> int:
-        return size
-
     def array(self, weight: Any) -> Any:
         return None if weight is None else weight.array
 
@@ -63,9 +60,6 @@ class Train:
     def part(self, x: Array, weight: Weight, *, units: int) -> Float[Array, "*row embed"]:
         *inputs, output = _axes(weight)
         return linear(hax.named(x, (*self.rows, *inputs)), weight, inputs).rearrange((*self.rows, output)).array
-
-    def total(self, part: Array) -> Array:
-        return part
 
     def norm(self, x: Array, weight: NamedArray | None, *, wide: bool = False, epsilon: float | None = None) -> Array:
         return self.config.norm.with_epsilon(epsilon)(x, self.array(weight))
@@ -88,12 +82,6 @@ class Train:
 
     def shard(self, x: Array, *axes: str) -> Array:
         return hax.auto_sharded(hax.named(x, (*self.rows, *axes))).array
-
-    def keep(self, x: Array) -> Array:
-        return x
-
-    def fix[X](self, x: X) -> X:
-        return x
 
 
 def _axes(weight: Weight) -> tuple[Axis, ...]:

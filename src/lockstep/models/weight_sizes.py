@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
@@ -50,70 +50,60 @@ def check_weights(config: LlamaConfig, weights: DecoderWeights) -> None:
 
 def sizes_of(config: LlamaConfig, name: str) -> dict[str, int]:
     """The size of each axis of a weight by the axis's name, as far as the configuration has it."""
-    experts = config.experts
-    sizes = {
-        "embed": config.hidden_dim,
-        "kv_head": config.num_kv_heads,
-        "group": config.q_heads_per_group,
-        "head": config.value_size if name == "o" else config.head_size,
-        "mlp": config.intermediate_dim,
-        "one": 1,
-    }
-    if experts is not None:
-        sizes |= {"expert": experts.num_experts, "expert_mlp": config.expert_dim, "gate_up": 2 * config.expert_dim}
-        if experts.shared_intermediate_dim is not None:
-            sizes["shared_mlp"] = experts.shared_intermediate_dim
+    sizes = {"one": 1, "group": config.q_heads_per_group}
+    sizes |= {axis: size for axis, path in _PATHS.items() if (size := _value(config, path)) is not None}
+    sizes["head"] = config.value_size if name == "o" else config.head_size
+    if config.experts is not None:
+        sizes |= {"expert_mlp": config.expert_dim, "gate_up": 2 * config.expert_dim}
     if config.variant.gated_attention:
         sizes["gated_head"] = 2 * config.head_size
     if (linear := config.linear_attention) is not None:
-        sizes |= {
-            "key_head": linear.key_heads,
-            "key": linear.key_head_dim,
-            "value_group": linear.group,
-            "value": linear.value_head_dim,
-            "qkvz": linear.qkvz,
-            "gates": 2 * linear.group,
-            "width": linear.conv_width,
-        }
+        sizes |= {"value_group": linear.group, "qkvz": linear.qkvz, "gates": 2 * linear.group}
     if (latent := config.latent) is not None:
-        sizes |= {
-            "q_rank": latent.q_lora_rank or 0,
-            "q_latent": latent.q_lora_rank or 0,
-            "kv_latent": latent.kv_lora_rank,
-            "latent": latent.size,
-            "key_value": latent.qk_nope_head_dim + latent.v_head_dim,
-        }
-    if config.variant.gated_norm_rank is not None:
-        sizes["rank"] = config.variant.gated_norm_rank
+        sizes |= {"latent": latent.size, "key_value": latent.qk_nope_head_dim + latent.v_head_dim}
     return sizes
 
 
-SETTINGS: Final[Mapping[str, str]] = {
-    "layer": "num_layers",
+def _value(config: Any, path: str) -> Any:
+    """The value of a setting; None where the configuration has no such part."""
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+_PATHS: Final = {
     "embed": "hidden_dim",
     "kv_head": "num_kv_heads",
-    "group": "num_heads / num_kv_heads",
-    "head": "head_dim",
     "mlp": "intermediate_dim",
     "expert": "experts.num_experts",
-    "expert_mlp": "experts.intermediate_dim",
-    "gate_up": "2 * experts.intermediate_dim",
     "shared_mlp": "experts.shared_intermediate_dim",
     "rank": "variant.gated_norm_rank",
-    "gated_head": "2 * head_dim",
     "key_head": "linear_attention.key_heads",
     "key": "linear_attention.key_head_dim",
-    "value_group": "linear_attention.value_heads / linear_attention.key_heads",
     "value": "linear_attention.value_head_dim",
     "width": "linear_attention.conv_width",
     "q_rank": "latent.q_lora_rank",
     "q_latent": "latent.q_lora_rank",
     "kv_latent": "latent.kv_lora_rank",
+}
+SETTINGS: Final[Mapping[str, str]] = _PATHS | {
+    "layer": "num_layers",
+    "group": "num_heads / num_kv_heads",
+    "head": "head_dim",
+    "expert_mlp": "experts.intermediate_dim",
+    "gate_up": "2 * experts.intermediate_dim",
+    "gated_head": "2 * head_dim",
+    "value_group": "linear_attention.value_heads / linear_attention.key_heads",
     "latent": "latent.kv_lora_rank + latent.qk_rope_head_dim",
     "key_value": "latent.qk_nope_head_dim + latent.v_head_dim",
     "vocab": "the rows of embed",
 }
 """The setting that an axis has its size from."""
+
+
+def absent_weights(config: LlamaConfig) -> set[str]:
+    """The names of the weights that a setting says a model does not have."""
+    return {name for name, (_, present) in _presence(config).items() if not present}
 
 
 def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:

@@ -416,7 +416,7 @@ def test_turns_have_the_same_tokens_whenever_they_come(numerics: str) -> None:
     """K/V that was kept, or taken away and prefilled again; in exact numerics log-probabilities have the same bits."""
     model = model_on("1,2,1", dataclasses.replace(LLAMA, numerics=numerics))
     prompts = [tuple(range(1, 12)), tuple(range(1, 14)), tuple(range(3, 12))]
-    found, engines = [], {}
+    runs, engines = [], {}
     # One at a time, with pages for little more than one; and all at once, in two orders of replies.
     for delays, most in (([2], 1), ([0], 3), ([4, 0, 2], 3)):
         talk = Talk(prompts, [3, 3, 2], said=(5, 4, 2, 7), new=7, temperature=0.7, seed=5)
@@ -427,11 +427,12 @@ def test_turns_have_the_same_tokens_whenever_they_come(numerics: str) -> None:
         replies = itertools.cycle(delays)
         for answered in engine.stream(model, iter(talk), gate=Gate(observer=Between(schedulers.append))):
             talk.answered(schedulers[-1], answered, replies)
-        found.append([completion for _, (_, completion) in sorted(talk.answers.items())])
+        runs.append([completion for _, (_, completion) in sorted(talk.answers.items())])
         counts = schedulers[-1].counts
-        assert (counts.prefilled_again > 0) == (most == 1) and len(found[-1]) == 8
-    requests = [one for _, (one, _) in sorted(talk.answers.items())]
-    assert assert_same_tokens(oracle_completions(model, requests), found[0]) == 0
-    for other in found[1:]:
-        assert [each.tokens for each in other] == [each.tokens for each in found[0]]
-        assert numerics == "fast" or other == found[0]
+        assert (counts.prefilled_again > 0) == (most == 1) and len(runs[-1]) == 8
+    requests = [turn for _, (turn, _) in sorted(talk.answers.items())]
+    first, *later = runs
+    assert assert_same_tokens(oracle_completions(model, requests), first) == 0
+    for completions in later:
+        assert [completion.tokens for completion in completions] == [completion.tokens for completion in first]
+        assert numerics == "fast" or completions == first

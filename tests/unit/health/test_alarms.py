@@ -26,7 +26,7 @@ def fed(counts, alarms=None, every=50, **round_arguments):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=[pytest.mark.slow] * (each not in ("greedy", "wandering"))) for each in KINDS]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("greedy", "wandering"))) for kind in KINDS]
 )
 def test_false_alarms_are_no_more_frequent_than_chosen(kind):
     # At a rate of one in five, so that few rounds tell; 4 standard deviations above it, the draws are always the same.

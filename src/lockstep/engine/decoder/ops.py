@@ -9,14 +9,14 @@ from jaxtyping import Array, Float
 
 from lockstep.models import LayerWeights, LlamaConfig, block
 from lockstep.models.latent import LatentQueries, absorbed, values_of
-from lockstep.models.layers import Attend
+from lockstep.models.layers import Attend, Ops
 from lockstep.placement import DecodeMesh, QuantizedWeight, matmul
 from lockstep.placement.device import add_blocks, add_heads, barrier, blocks_of, elementwise, product, tree_sum
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharded:
-    """`lockstep.models.layers.Ops` of a device that has its part of heads and columns, and adds up what all have.
+class Sharded(Ops):
+    """`Ops` of a device that has its part of heads and columns, and adds up what all have.
 
     Rows are ``[sequence, query]``.
     """
@@ -31,9 +31,6 @@ class Sharded:
 
     def local(self, size: int) -> int:
         return size // self.decode_mesh.tensor
-
-    def array(self, weight: Any) -> Any:
-        return weight
 
     def columns(
         self, x: Array, weight: Any, shape: tuple[int, ...], *, units: int, bias: Any = None
@@ -68,15 +65,9 @@ class Sharded:
         attended = attend(absorbed(q, kv_b), latent[..., None, :], latent[..., None, :rank])
         return values_of(attended.reshape(*q.plain.shape[:-1], rank), kv_b[..., nope:])[..., None, :]
 
-    def shard(self, x: Array, *axes: str) -> Array:
-        return x
-
     def keep(self, x: Array) -> Array:
         # The TPU compiler joins the norm with each of the products, and each then reads the residual stream from HBM.
         return jax.lax.optimization_barrier(x)
-
-    def fix[X](self, x: X) -> X:
-        return x
 
 
 @dataclasses.dataclass(frozen=True)

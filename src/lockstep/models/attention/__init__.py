@@ -28,6 +28,5 @@ from lockstep.models.attention.training import CausalAttention as CausalAttentio
 from lockstep.models.attention.training import HeadArrays as HeadArrays
 from lockstep.models.attention.training import SplitPositions as SplitPositions
 from lockstep.models.attention.training import attention_products as attention_products
-from lockstep.models.attention.training import check_backend as check_backend
 from lockstep.models.attention.training import self_attention as self_attention
 from lockstep.models.attention.xla import XlaAttention as XlaAttention

@@ -61,7 +61,6 @@ class ContextParallelAttention:
 
     @property
     def stored_kv_heads(self) -> PagedKv:
-        """Those of a device."""
         return self.own.stored_kv_heads
 
     @property
@@ -77,24 +76,19 @@ class ContextParallelAttention:
         return (position + self._devices - 1 - self._device) // self._devices
 
     def pack(self, kv: Array) -> Array:
-        """Pad K and V as the pool of a device has them."""
         return self.own.pack(kv)
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
-        """Write the device's positions of each page."""
         by_device = kv.reshape(kv.shape[0], -1, self._devices, *kv.shape[2:])
         return self.own.write_pages(pool, page, jax.lax.dynamic_index_in_dim(by_device, self._device, 2, False))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
-        """Copy the device's part of pages."""
         return self.own.copy_pages(pool, source, target)
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Any:
-        """Make the cache of the device's positions."""
         return self.own.begin_decode(pool, page_table, self._before(position), num_layers)
 
     def end_decode(self, cache: Any) -> Array:
-        """Return the device's pool."""
         return self.own.end_decode(cache)
 
     def write(self, cache: Any, layer: Array, page: Array, position: Array, kv: Array) -> Any:
@@ -106,7 +100,6 @@ class ContextParallelAttention:
         self, q: Array, cache: Any, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
     ) -> Array:  # fmt: skip
-        """Attend one or more queries per slot to the positions of all devices."""
 
         def attend(first: int, q: Array) -> Any:
             return self.own.decode(q, cache, layer, page_table, self._before(position + first + 1) - 1, active)
@@ -124,7 +117,6 @@ class ContextParallelAttention:
     def prefill(
         self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Any, sinks: Array | None = None
     ) -> Array:
-        """Attend each query of the rows to the positions of all devices."""
         start, groups = rows
 
         def attend(first: int, q: Array) -> Any:

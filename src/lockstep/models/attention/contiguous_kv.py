@@ -111,7 +111,7 @@ def attend_context(
     last = context.k.shape[1] * context.k.shape[4] - 1
     positions = jnp.repeat(jnp.minimum(position[:, None] + jnp.arange(queries), last), group, axis=1)
     by_head = q.transpose(0, 2, 1, 3, 4).reshape(slots, kv_heads, queries * group, head)
-    read = _read_chunk(context, layer, value_size)
+    read = chunk_reader(context, layer, value_size)
     sinks = None if sinks is None else jnp.tile(sinks, (1, queries))
     chunks, size = context.k.shape[1], context.k.shape[4]
     out = attend(by_head, positions, read, chunks, size, modifier, sinks, partial=partial)
@@ -123,8 +123,8 @@ def by_query(attended: Any, queries: int) -> Any:
     return jax.tree.map(lambda a: a.reshape(*a.shape[:2], queries, -1, *a.shape[3:]).swapaxes(1, 2), attended)
 
 
-def _read_chunk(context: Context, layer: Int[Array, ""], value_size: int | None) -> ReadChunk:
-    """Read chunks of one layer."""
+def chunk_reader(context: Context, layer: Int[Array, ""], value_size: int | None) -> ReadChunk:
+    """Return what reads chunks of one layer."""
 
     def read(index: Array | int) -> tuple[Array, Array]:
         first = (layer, index, 0, 0, 0, 0)

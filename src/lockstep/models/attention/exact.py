@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lockstep.errors import ConfigError
-from lockstep.models.attention.page_ops import keys_and_values
+from lockstep.models.attention.contiguous_kv import chunk_reader
 from lockstep.models.attention.softmax import ReadChunk, ScoreModifier
 from lockstep.models.attention.xla import Cache, Rows, XlaAttention
 from lockstep.placement.device import COLUMNS, TERMS, barrier, by_tile, elementwise, tree_sum
@@ -159,14 +159,11 @@ class ExactAttention(XlaAttention):
         self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
     ) -> Array:  # fmt: skip
-        """Attend to the context; idle slots are computed too."""
         context = cache[1]
-        chunk = context.k.shape[4]
+        chunk, read_chunk = context.k.shape[4], chunk_reader(context, layer, self.heads.kept.value_size)
 
         def read(index: Array | int) -> tuple[Array, Array]:
-            first = (layer, index, 0, 0, 0, 0)
-            parts = [jax.lax.dynamic_slice(a, first, (1, 1, *a.shape[2:]))[0, 0] for a in jax.tree.leaves(context)]
-            k, v = keys_and_values(parts, self.heads.kept.value_size)
+            k, v = read_chunk(index)
             padding = ((0, 0), (0, 0), (0, BLOCK - chunk), (0, 0))
             return barrier((jnp.pad(k, padding), jnp.pad(v, padding)))
 
@@ -177,7 +174,6 @@ class ExactAttention(XlaAttention):
     def prefill(
         self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
     ) -> Array:
-        """Attend to the pages of the pool; unused rows are computed too."""
         start, page_table = rows
         pages = BLOCK // self.page_size
         blocks = -(-page_table.shape[1] // pages)

@@ -3,10 +3,11 @@
 Allocator, sizing, shared prefixes, drafts, layouts and `lockstep plan` ask a `KvSpec`, and assume nothing else.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Num
@@ -14,17 +15,13 @@ from jaxtyping import Array, Num
 from lockstep.printable import bytes_text
 
 
-@runtime_checkable
-class KvSpec(Protocol):
+class KvSpec(abc.ABC):
     """The past of a sequence as one layer keeps it, on one device of a replica."""
 
-    @property
-    def shareable(self) -> bool:
-        """Whether sequences can read what one of them has of a prefix that they have in common."""
-
-    @property
-    def revocable(self) -> bool:
-        """Whether the last positions can be taken back, as a draft that was wrong needs."""
+    shareable: ClassVar[bool] = True
+    """Whether sequences can read what one of them has of a prefix that they have in common."""
+    revocable: ClassVar[bool] = True
+    """Whether the last positions can be taken back, as a draft that was wrong needs."""
 
     def position_bytes(self, dtype: jnp.dtype) -> int:
         """Bytes of each position.
@@ -32,19 +29,23 @@ class KvSpec(Protocol):
         Args:
             dtype: That of the pool.
         """
+        return 0
 
     def sequence_bytes(self, dtype: jnp.dtype) -> int:
         """Bytes of a sequence beside those of its positions, however long it is."""
+        return 0
 
+    @abc.abstractmethod
     def step_bytes(self, context: float, dtype: jnp.dtype) -> float:
         """Bytes that a step of decode moves for a token that has ``context`` positions behind it."""
 
+    @abc.abstractmethod
     def describe(self) -> str:
         """Name it in a few words, without bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedKv:
+class PagedKv(KvSpec):
     """A `KvSpec` of rows for each position in pages of the pool, whose last two axes are ``shape``.
 
     Args:
@@ -71,30 +72,13 @@ class PagedKv:
         """The rows of a position, and their size: K of head ``h`` is row ``2 * h``, V the next; one latent a row."""
         return self.parts * self.kv_heads, self.head_size
 
-    @property
-    def shareable(self) -> bool:
-        """Pages can have several readers."""
-        return True
-
-    @property
-    def revocable(self) -> bool:
-        """A position is written again, and not seen until then."""
-        return True
-
     def position_bytes(self, dtype: jnp.dtype) -> int:
-        """Bytes of the rows of a position."""
         return math.prod(self.shape) * dtype.itemsize
 
-    def sequence_bytes(self, dtype: jnp.dtype) -> int:
-        """None."""
-        return 0
-
     def step_bytes(self, context: float, dtype: jnp.dtype) -> float:
-        """Bytes of the positions within the window, which are read once."""
         return self.position_bytes(dtype) * (context if self.window is None else min(context, float(self.window)))
 
     def describe(self) -> str:
-        """Name the rows of a position."""
         kind = "K and V of {} heads of {}" if self.value_size is None else "{} latent of {}"
         return kind.format(self.kv_heads, self.head_size)
 
@@ -112,7 +96,7 @@ class PagedKv:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FixedState:
+class FixedState(KvSpec):
     """A `KvSpec` of a state that is as large after a million positions as after one: linear attention.
 
     Args:
@@ -120,33 +104,18 @@ class FixedState:
         bytes: Its bytes, whatever type the pool of pages has.
     """
 
+    # It is that of the last position alone, which cannot be taken out of a sum that has decayed.
+    shareable = revocable = False
     name: str
     bytes: int
 
-    @property
-    def shareable(self) -> bool:
-        """A state is that of the last position alone, and the next one changes it."""
-        return False
-
-    @property
-    def revocable(self) -> bool:
-        """A position cannot be taken out of a sum that has decayed."""
-        return False
-
-    def position_bytes(self, dtype: jnp.dtype) -> int:
-        """None."""
-        return 0
-
     def sequence_bytes(self, dtype: jnp.dtype) -> int:
-        """Bytes of the state."""
         return self.bytes
 
     def step_bytes(self, context: float, dtype: jnp.dtype) -> float:
-        """Bytes of the state, which is read and written."""
-        return 2.0 * self.bytes
+        return 2.0 * self.bytes  # read and written
 
     def describe(self) -> str:
-        """Name the state."""
         return self.name
 
 

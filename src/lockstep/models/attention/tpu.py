@@ -58,7 +58,6 @@ class TpuAttention:
 
     @classmethod
     def platform(cls) -> str:
-        """TPUs."""
         return "tpu"
 
     @classmethod
@@ -74,7 +73,6 @@ class TpuAttention:
 
     @classmethod
     def kept(cls, heads: Heads, dtype: jnp.dtype) -> PagedKv:
-        """The rows of the pool: whole tiles of heads, whole rows of `LANES`."""
         return PagedKv(
             kv_heads=stored_heads(heads.kv_heads, jnp.dtype(dtype).itemsize),
             head_size=stored_head_size(heads.head_size),
@@ -82,18 +80,12 @@ class TpuAttention:
 
     @classmethod
     def max_page_table_rows(cls, pages: int) -> int:
-        """The most rows of a page table in scalar memory."""
         return max_table_rows(pages)
 
     @classmethod
     def make(
         cls, device_kind: str, heads: Heads, *, page_size: int, dtype: jnp.dtype, kv_dtype: jnp.dtype
     ) -> "TpuAttention":
-        """The attention for the heads of a device, with block sizes of its generation.
-
-        Raises:
-            ConfigError: The kernel cannot take the heads in this dtype.
-        """
         pool = cls.kept(heads, kv_dtype)
         key = BlockKey(
             generation=tpu_generation(device_kind),
@@ -115,24 +107,19 @@ class TpuAttention:
         return cls(heads=heads, stored_kv_heads=pool, page_size=page_size, decode_blocks=decode, prefill_blocks=prefill)
 
     def pack(self, kv: Array) -> Array:
-        """Pad K and V with zeros to the heads that the kernel can read."""
         rows, size = self.stored_kv_heads.shape
         return _pad(kv, -2, rows, -1, size)
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
-        """Write with one call of the kernel that copies."""
         return _write(pool, page, self.pack(kv))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
-        """Copy page by page."""
         return copy_pages_one_by_one(pool, source, target)
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Array:
-        """Return the pool itself: there is no second copy of K and V."""
-        return pool
+        return pool  # there is no second copy of K and V
 
     def end_decode(self, cache: Array) -> Array:
-        """Return the cache, which is the pool."""
         return cache
 
     def write(self, cache: Array, layer: Array, page: Array, position: Array, kv: Array) -> Array:

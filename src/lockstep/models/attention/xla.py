@@ -45,7 +45,6 @@ class XlaAttention:
 
     @property
     def stored_kv_heads(self) -> PagedKv:
-        """The model's own heads."""
         return self.heads.kept
 
     def _read_parts(self, pool: Array, page: Array) -> tuple[Array, ...]:
@@ -56,31 +55,25 @@ class XlaAttention:
         return keys_and_values(self._read_parts(pool, page), self.heads.kept.value_size)
 
     def pack(self, kv: Array) -> Array:
-        """Return K and V as they are."""
         return kv
 
     def write_pages(self, pool: Array, page: Array, kv: Array) -> Array:
-        """Write with one scatter, or page by page."""
         if self.page_by_page:
             return write_pages_one_by_one(pool, page, kv)
         return pool.at[page].set(to_pool(kv, pool.dtype))
 
     def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
-        """Copy with one gather and one scatter, or page by page."""
         if self.page_by_page:
             return copy_pages_one_by_one(pool, source, target)
         return pool.at[target].set(pool[source])
 
     def begin_decode(self, pool: Array, page_table: Array, position: Array, num_layers: int) -> Cache:
-        """Return the pool and its pages gathered into contiguous K and V."""
         return pool, gather_context(pool, page_table, position, num_layers, self._read_parts)
 
     def end_decode(self, cache: Cache) -> Array:
-        """Return the pool and drop the context."""
         return cache[0]
 
     def write(self, cache: Cache, layer: Array, page: Array, position: Array, kv: Array) -> Cache:
-        """Write to the pool and to the context."""
         pool, context = cache
         at = (page, position % pool.shape[1])
         return pool.at[at].set(to_pool(kv, pool.dtype)), extend_context(context, layer, kv, position)
@@ -89,19 +82,16 @@ class XlaAttention:
         self, q: Array, cache: Cache, layer: Array, page_table: Array, position: Array, active: Array,
         sinks: Array | None = None,
     ) -> Any:  # fmt: skip
-        """Attend to the context; idle slots are computed too."""
         modifier = self.heads.modifier_of(layer)
         size = self.heads.kept.value_size
         return attend_context(q, cache[1], layer, position, modifier, sinks, partial=self.partial, value_size=size)
 
     def begin_prefill(self, start: Array, page_table: Array, used: Array) -> Rows:
-        """Compute nothing."""
         return start, page_table
 
     def prefill(
         self, q: Array, pool: Array, layer: Array, first_page: Array, rows: Rows, sinks: Array | None = None
     ) -> Any:
-        """Attend to the pages of the pool; unused rows are computed too."""
         start, page_table = rows
         modifier = self.heads.modifier_of(layer)
         pages = first_page + page_table

@@ -10,7 +10,7 @@ from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import glm4_moe
 from lockstep.models.families.deepseek_v3 import LATENT_TENSORS, DeepseekV3Config, read_latent, write_latent
-from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.family import Family, ModelPreset, preset
 from lockstep.models.families.qwen3_moe import EXPERT_TENSORS
 from lockstep.models.latent import Latent
 from lockstep.models.rope import RotaryConfig, YarnScaling, required
@@ -65,11 +65,10 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 
 def _preset(hidden: int, mlp: int, layers: int, heads: int, q_rank: int | None, experts: Experts) -> ModelPreset:
     yarn = YarnScaling(factor=40.0, attention_factor=0.1 * 0.707 * math.log(40.0) + 1.0)
-    config = DeepseekV2Config(
-        max_seq_len=163840, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
-        num_kv_heads=heads, latent=Latent(q_lora_rank=q_rank), rope=RotaryConfig(yarn=yarn), experts=experts,
+    return preset(
+        DeepseekV2Config, (hidden, mlp, layers, heads, heads), context=163840, vocab=102400,
+        latent=Latent(q_lora_rank=q_rank), rope=RotaryConfig(yarn=yarn), experts=experts,
     )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=102400)
 
 
 FAMILY: Final = Family(

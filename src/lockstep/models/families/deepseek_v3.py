@@ -55,23 +55,19 @@ class DeepseekV3Config(LlamaConfig):
 
     @property
     def head_size(self) -> int:
-        """The size of a head's key in elements: what is rotated, and what is not."""
         return self.latent.head_size
 
     @property
     def rotary_size(self) -> int:
-        """The elements of a head that may be rotated."""
         return self.latent.qk_rope_head_dim
 
     @property
     def value_size(self) -> int:
-        """The size of one head's value in elements."""
         return self.latent.v_head_dim
 
     @property
     def kept_kv_heads(self) -> int:
-        """The key/value heads of which a decoder keeps each position: the latent is one."""
-        return 1
+        return 1  # the latent
 
 
 _SIZES: Final = [field.name for field in dataclasses.fields(Latent)]

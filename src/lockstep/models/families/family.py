@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, every_nth_full
+from lockstep.models.experts import Experts
 from lockstep.models.rope import required, rope_from_hf, rope_to_hf
 
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -210,6 +211,21 @@ def count_experts(
             "of experts that its tensors have."
         )
     return int(number)
+
+
+ROUTED: Final = {"num_experts_per_tok": "num_experts_per_tok", "load_balancing_coef": "router_aux_loss_coef"}
+"""Keys of ``config.json`` that most families with experts have, by the field of `Experts`."""
+
+
+def expert_fields(hf: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of `Experts` by the keys of a ``config.json`` that have them."""
+    return {field: required(hf, key) for field, key in keys.items()}
+
+
+def expert_keys(config: LlamaConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of a ``config.json`` that `expert_fields` reads."""
+    experts = dataclasses.replace(config.experts or Experts(), intermediate_dim=config.expert_dim)
+    return {key: getattr(experts, field) for field, key in keys.items()}
 
 
 def windows(

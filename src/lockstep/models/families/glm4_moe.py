@@ -8,7 +8,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family, ModelPreset, count_experts, preset
+from lockstep.models.families.family import Family, ModelPreset, count_experts, expert_fields, expert_keys, preset
 from lockstep.models.families.qwen3_moe import EXPERT_TENSORS, MLP
 from lockstep.models.rope import RotaryConfig, required
 
@@ -29,21 +29,24 @@ class Glm4MoeConfig(LlamaConfig):
     )  # fmt: skip
 
 
+_KEYS: Final = {
+    **{name: name for name in ("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor")},
+    "groups": "n_group",
+    "groups_per_tok": "topk_group",
+}
+
+
 def experts_from_hf(hf: Mapping[str, Any]) -> Experts:
     """The experts of a ``config.json``, in DeepSeek V3's words."""
     width = required(hf, "moe_intermediate_size")
     return Experts(
         num_experts=count_experts(hf, names=("n_routed_experts", "num_local_experts")),
-        num_experts_per_tok=required(hf, "num_experts_per_tok"),
         intermediate_dim=width,
         mlp_only_layers=tuple(range(hf["first_k_dense_replace"])),
         shared_intermediate_dim=width * hf["n_shared_experts"],
-        norm_topk_prob=hf["norm_topk_prob"],
         scoring="biased_sigmoid",
-        groups=hf["n_group"],
-        groups_per_tok=hf["topk_group"],
-        routed_scaling_factor=float(hf["routed_scaling_factor"]),
         load_balancing_coef=0.0,
+        **expert_fields({**hf, "routed_scaling_factor": float(hf["routed_scaling_factor"])}, _KEYS),
     )
 
 
@@ -69,15 +72,9 @@ def experts_to_hf(config: LlamaConfig, family: str) -> dict[str, Any]:
             f"{list(only)}. Change them to save the model as such."
         )
     return {
-        "n_routed_experts": experts.num_experts,
+        **expert_keys(config, _KEYS | {"num_experts": "n_routed_experts", "intermediate_dim": "moe_intermediate_size"}),
         "n_shared_experts": shared // config.expert_dim,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "moe_intermediate_size": config.expert_dim,
         "first_k_dense_replace": len(only),
-        "norm_topk_prob": experts.norm_topk_prob,
-        "routed_scaling_factor": experts.routed_scaling_factor,
-        "n_group": experts.groups,
-        "topk_group": experts.groups_per_tok,
         "num_nextn_predict_layers": 0,
         "output_router_logits": False,
     }

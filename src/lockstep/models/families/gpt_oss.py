@@ -8,8 +8,18 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset, count_experts, layer_types_to_hf, preset, windows
-from lockstep.models.rope import RotaryConfig, YarnScaling, required, rope_from_hf, rope_to_hf
+from lockstep.models.families.family import (
+    ROUTED,
+    Family,
+    ModelPreset,
+    count_experts,
+    expert_fields,
+    expert_keys,
+    layer_types_to_hf,
+    preset,
+    windows,
+)
+from lockstep.models.rope import RotaryConfig, YarnScaling, rope_from_hf, rope_to_hf
 from lockstep.models.variant import Activation, Variant
 
 
@@ -54,28 +64,19 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
                 f"the checkpoint has {key} {hf[key]!r}; lockstep computes {only!r} for gpt-oss. Choose another "
                 "checkpoint."
             )
-    experts = Experts(
-        num_experts=count_experts(hf, 128),
-        num_experts_per_tok=required(hf, "num_experts_per_tok"),
-        load_balancing_coef=hf["router_aux_loss_coef"],
-    )
     published = hf.get("rope_parameters") is None and not hf.get("rope_scaling")
     return {
         "qkv_bias": True,
         "activation": "clamped_swiglu",
-        "experts": experts,
+        "experts": Experts(num_experts=count_experts(hf, 128), **expert_fields(hf, ROUTED)),
         "rope": rope_from_hf({**hf, "rope_parameters": rope_to_hf(GptOssConfig().rope)} if published else hf),
         **windows(hf["sliding_window"], hf.get("layer_types"), every=2, layers=hf["num_hidden_layers"]),
     }
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
-    experts = config.experts or Experts()
     return {
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "router_aux_loss_coef": experts.load_balancing_coef,
-        "intermediate_size": config.expert_dim,
+        **expert_keys(config, ROUTED | {"num_experts": "num_local_experts", "intermediate_dim": "intermediate_size"}),
         "hidden_act": "silu",
         "swiglu_limit": 7.0,
         "attention_bias": True,

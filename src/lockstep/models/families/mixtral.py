@@ -7,8 +7,8 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, count_experts, preset, windows
-from lockstep.models.rope import RotaryConfig, required
+from lockstep.models.families.family import ROUTED, Family, count_experts, expert_fields, expert_keys, preset, windows
+from lockstep.models.rope import RotaryConfig
 
 
 @ModelConfig.register_subclass("mixtral")
@@ -28,23 +28,13 @@ MOE: Final = llama.LAYER + "block_sparse_moe."
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    experts = Experts(
-        num_experts=count_experts(hf, 8),
-        num_experts_per_tok=required(hf, "num_experts_per_tok"),
-        load_balancing_coef=hf["router_aux_loss_coef"],
-    )
+    experts = Experts(num_experts=count_experts(hf, 8), **expert_fields(hf, ROUTED))
     return {"experts": experts, **windows(hf["sliding_window"], None)}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
-    experts = config.experts or Experts()
-    return {
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "router_aux_loss_coef": experts.load_balancing_coef,
-        "intermediate_size": config.expert_dim,
-        "sliding_window": config.variant.sliding_window,
-    }
+    keys = ROUTED | {"num_experts": "num_local_experts", "intermediate_dim": "intermediate_size"}
+    return {**expert_keys(config, keys), "sliding_window": config.variant.sliding_window}
 
 
 FAMILY: Final = Family(

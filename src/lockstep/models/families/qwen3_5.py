@@ -1,13 +1,13 @@
 """Qwen3.5, its language model: Qwen3-Next's attention, whose projections are stored part by part, and an MLP."""
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 from lockstep.models.config import ModelConfig
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, ModelPreset
+from lockstep.models.families.family import Family, preset
 from lockstep.models.families.qwen3_next import (
     DEFAULTS,
     GATED_TENSORS,
@@ -45,14 +45,8 @@ TENSORS: Final = (
 """The tensors of all but MLP and experts."""
 
 
-def _preset(hidden: int, mlp: int, layers: int, heads: int, *, value_heads: int) -> ModelPreset:
-    config = Qwen35Config(
-        max_seq_len=262144, hidden_dim=hidden, intermediate_dim=mlp, num_layers=layers, num_heads=heads,
-        num_kv_heads=4, linear_attention=LinearAttention(value_heads=value_heads),
-    )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=248320)
-
-
+COMMON: Final[Any] = {"context": 262144, "vocab": 248320}
+"""The values that all checkpoints of Qwen3.5 have."""
 FAMILY: Final = Family(
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
@@ -64,7 +58,9 @@ FAMILY: Final = Family(
     write=write_linear,
     # The config.json of each checkpoint, as others quote it.
     presets={
-        "qwen3.5-9b": _preset(4096, 12288, 32, 16, value_heads=32),
-        "qwen3.5-27b": _preset(5120, 17408, 64, 24, value_heads=48),
+        "qwen3.5-9b": preset(Qwen35Config, (4096, 12288, 32, 16, 4), **COMMON),
+        "qwen3.5-27b": preset(
+            Qwen35Config, (5120, 17408, 64, 24, 4), linear_attention=LinearAttention(value_heads=48), **COMMON
+        ),
     },
 )

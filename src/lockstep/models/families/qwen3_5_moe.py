@@ -7,12 +7,11 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
-from lockstep.models.families.family import Family, ModelPreset, count_experts
+from lockstep.models.families.family import ROUTED, Family, count_experts, expert_fields, expert_keys, preset
 from lockstep.models.families.qwen2_moe import SHARED_TENSORS
-from lockstep.models.families.qwen3_5 import TENSORS, Qwen35Config
+from lockstep.models.families.qwen3_5 import COMMON, TENSORS, Qwen35Config
 from lockstep.models.families.qwen3_moe import EXPERT_TENSORS
-from lockstep.models.families.qwen3_next import DEFAULTS, read_linear, write_linear
-from lockstep.models.rope import required
+from lockstep.models.families.qwen3_next import DEFAULTS, read_linear, small_experts, write_linear
 
 
 @ModelConfig.register_subclass("qwen3_5_moe")
@@ -21,51 +20,23 @@ class Qwen35MoeConfig(Qwen35Config):
     """Qwen3.5 with experts (https://huggingface.co/Qwen/Qwen3.5-35B-A3B), its language model."""
 
     intermediate_dim: int = 512
-    experts: Experts | None = dataclasses.field(
-        default_factory=lambda: Experts(
-            num_experts=256, num_experts_per_tok=8, intermediate_dim=512, shared_intermediate_dim=512,
-            shared_router=True,
-        )
-    )  # fmt: skip
+    experts: Experts | None = dataclasses.field(default_factory=lambda: small_experts(256, 8, 512))
+
+
+_KEYS: Final = ROUTED | {
+    "intermediate_dim": "moe_intermediate_size",
+    "shared_intermediate_dim": "shared_expert_intermediate_size",
+}
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     # In transformers every layer has experts, whose weights are divided by their sum: other keys are not read.
-    experts = Experts(
-        num_experts=count_experts(hf),
-        num_experts_per_tok=required(hf, "num_experts_per_tok"),
-        intermediate_dim=required(hf, "moe_intermediate_size"),
-        shared_intermediate_dim=required(hf, "shared_expert_intermediate_size"),
-        shared_router=True,
-        load_balancing_coef=hf["router_aux_loss_coef"],
-    )
+    experts = Experts(num_experts=count_experts(hf), shared_router=True, **expert_fields(hf, _KEYS))
     return {**read_linear(hf), "experts": experts}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
-    experts = config.experts or Experts()
-    return {
-        **write_linear(config),
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "moe_intermediate_size": config.expert_dim,
-        "shared_expert_intermediate_size": experts.shared_intermediate_dim,
-        "router_aux_loss_coef": experts.load_balancing_coef,
-    }
-
-
-def _preset(
-    hidden: int, layers: int, heads: int, *, experts: int, top: int, width: int, value_heads: int
-) -> ModelPreset:
-    config = Qwen35MoeConfig(
-        max_seq_len=262144, hidden_dim=hidden, num_layers=layers, num_heads=heads, num_kv_heads=2,
-        linear_attention=LinearAttention(value_heads=value_heads),
-        experts=Experts(
-            num_experts=experts, num_experts_per_tok=top, intermediate_dim=width, shared_intermediate_dim=width,
-            shared_router=True,
-        ),
-    )  # fmt: skip
-    return ModelPreset(config=config, vocab_size=248320)
+    return {**write_linear(config), **expert_keys(config, _KEYS | {"num_experts": "num_experts"})}
 
 
 FAMILY: Final = Family(
@@ -79,7 +50,10 @@ FAMILY: Final = Family(
     write=_write,
     # The config.json of each checkpoint, as others quote it.
     presets={
-        "qwen3.5-35b-a3b": _preset(2048, 40, 16, experts=256, top=8, width=512, value_heads=32),
-        "qwen3.5-397b-a17b": _preset(4096, 60, 32, experts=512, top=10, width=1024, value_heads=64),
+        "qwen3.5-35b-a3b": preset(Qwen35MoeConfig, (2048, 512, 40, 16, 2), **COMMON),
+        "qwen3.5-397b-a17b": preset(
+            Qwen35MoeConfig, (4096, 512, 60, 32, 2), linear_attention=LinearAttention(value_heads=64),
+            experts=small_experts(512, 10, 1024), **COMMON,
+        ),
     },
-)
+)  # fmt: skip

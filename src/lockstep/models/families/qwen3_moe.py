@@ -7,7 +7,16 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family, ModelPreset, count_experts, preset, windows
+from lockstep.models.families.family import (
+    ROUTED,
+    Family,
+    ModelPreset,
+    count_experts,
+    expert_fields,
+    expert_keys,
+    preset,
+    windows,
+)
 from lockstep.models.families.qwen2 import WINDOW_DEFAULTS
 from lockstep.models.rope import required
 
@@ -28,6 +37,7 @@ class Qwen3MoeConfig(qwen3.Qwen3Config):
 
 
 MLP: Final = llama.LAYER + "mlp."
+_KEYS: Final = ROUTED | {"intermediate_dim": "moe_intermediate_size", "norm_topk_prob": "norm_topk_prob"}
 
 
 def read_experts(hf: Mapping[str, Any], *, shared: bool = False) -> Experts:
@@ -40,13 +50,10 @@ def read_experts(hf: Mapping[str, Any], *, shared: bool = False) -> Experts:
     layers = range(required(hf, "num_hidden_layers"))
     return Experts(
         num_experts=count_experts(hf),
-        num_experts_per_tok=required(hf, "num_experts_per_tok"),
-        intermediate_dim=required(hf, "moe_intermediate_size"),
         mlp_only_layers=tuple(layer for layer in layers if layer in only or (layer + 1) % step),
         shared_intermediate_dim=required(hf, "shared_expert_intermediate_size") if shared else None,
         shared_router=shared,
-        norm_topk_prob=hf["norm_topk_prob"],
-        load_balancing_coef=hf["router_aux_loss_coef"],
+        **expert_fields(hf, _KEYS),
     )
 
 
@@ -54,12 +61,8 @@ def write_experts(config: LlamaConfig) -> dict[str, Any]:
     """The keys of ``config.json`` that `read_experts` reads."""
     experts = config.experts or Experts()
     return {
-        "num_experts": experts.num_experts,
+        **expert_keys(config, _KEYS | {"num_experts": "num_experts"}),
         "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_tok,
-        "moe_intermediate_size": config.expert_dim,
-        "norm_topk_prob": experts.norm_topk_prob,
-        "router_aux_loss_coef": experts.load_balancing_coef,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(experts.mlp_only_layers),
     }

@@ -15,6 +15,15 @@ from lockstep.models.families.qwen3_moe import EXPERT_DEFAULTS, EXPERT_TENSORS, 
 from lockstep.models.rope import RotaryConfig, required
 from lockstep.models.variant import Variant
 
+
+def small_experts(number: int, top: int, width: int) -> Experts:
+    """Experts of a width, and a shared one with a router."""
+    return Experts(
+        num_experts=number, num_experts_per_tok=top, intermediate_dim=width, shared_intermediate_dim=width,
+        shared_router=True,
+    )  # fmt: skip
+
+
 _KEYS: Final = {
     "key_heads": "linear_num_key_heads",
     "value_heads": "linear_num_value_heads",
@@ -43,12 +52,7 @@ class Qwen3NextConfig(qwen3.Qwen3Config):
     variant: Qwen3NextVariant = dataclasses.field(default_factory=Qwen3NextVariant)
     linear_attention: LinearAttention | None = LinearAttention()
     """The layers with linear attention, beside others with attention over all positions. Null for none."""
-    experts: Experts | None = dataclasses.field(
-        default_factory=lambda: Experts(
-            num_experts=512, num_experts_per_tok=10, intermediate_dim=512, shared_intermediate_dim=512,
-            shared_router=True,
-        )
-    )  # fmt: skip
+    experts: Experts | None = dataclasses.field(default_factory=lambda: small_experts(512, 10, 512))
 
     def __post_init__(self) -> None:
         if self.exact and self.linear_attention is not None:

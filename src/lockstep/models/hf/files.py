@@ -58,7 +58,7 @@ class CheckpointFiles:
         self._scales_file_of: dict[str, str] = {}
         files, file_of = _weight_map(self.directory, heads)
         for file in files:
-            with _named_file(f"{self.directory}/{file}"):
+            with _refused(f"{self.directory}/{file} cannot be read as safetensors"):
                 self.opened[file] = TensorFile(self._filesystem, f"{root.rstrip('/')}/{file}", heads[file])
         self._file_of = dict(file_of)
         for file, opened in self.opened.items():  # transformers, too, reads tensors that the index does not name
@@ -85,7 +85,7 @@ class CheckpointFiles:
             ConfigError: One is shorter.
         """
         for name, file in self.opened.items():
-            with _named_file(f"{self.directory}/{name}"):
+            with _refused(f"{self.directory}/{name} cannot be read as safetensors"):
                 file.check_size()
 
     @property
@@ -187,13 +187,8 @@ class CheckpointFiles:
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[StoredName]:
         place = self._place(name)
-        try:
+        with _refused(f"tensor {place.name} in {self.directory}/{self._file_of[place.name]} cannot be read"):
             yield place
-        except HostTimeoutError:
-            raise
-        except Exception as error:
-            file = f"{self.directory}/{self._file_of[place.name]}"
-            raise ConfigError(f"tensor {place.name} in {file} cannot be read: {error}") from error
 
     def _opened(self, name: str) -> TensorFile:
         return self._opened_file(name, self._file_of[name])
@@ -227,7 +222,7 @@ def read_heads(directory: str) -> dict[str, bytes]:
         heads[name] = read_object(filesystem, f"{root}/{name}")
 
     def read(file: str) -> bytes:
-        with _named_file(f"{directory}/{file}"):
+        with _refused(f"{directory}/{file} cannot be read as safetensors"):
             return read_header(filesystem, f"{root}/{file}")
 
     files, _ = _weight_map(directory, heads)
@@ -304,13 +299,13 @@ def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], 
 
 
 @contextlib.contextmanager
-def _named_file(file: str) -> Iterator[None]:
+def _refused(fault: str) -> Iterator[None]:
     try:
         yield
     except HostTimeoutError:
         raise
     except Exception as error:
-        raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
+        raise ConfigError(f"{fault}: {error}") from error
 
 
 @contextlib.contextmanager

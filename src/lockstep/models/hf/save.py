@@ -17,7 +17,7 @@ from lockstep.models.families.registry import config_to_hf
 from lockstep.models.hf.files import INDEX_NAME
 from lockstep.models.hf.load import LOG_INTERVAL_S
 from lockstep.models.hf.save_target import CONFIG_NAME, SaveTarget, save_target
-from lockstep.models.hf.save_writer import PIECE_BYTES, Direct, FileWriter, Gathered, Pieces, Read, Source
+from lockstep.models.hf.save_writer import PIECE_BYTES, FileWriter, Gathered, Pieces, Read, Source
 from lockstep.models.hf.saved_tensor import SavedTensor, index_text, saved_tensors, split_into_files
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraModel, merge_adapters
@@ -105,7 +105,6 @@ def export_hf(
     path: str | os.PathLike[str],
     *,
     tokenizer: SavesTokenizer | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: Any = None,
     vocab_size: int | None = None,
     hosts: Hosts | None = None,
@@ -126,15 +125,19 @@ def export_hf(
     config = config_to_hf(model.config, vocab_size)
     tensors = saved_tensors(model, dtype, vocab_size)
     with (current() if hosts is None else hosts).scope("export_hf") as scope:
-        save = _Save(scope, path, tensors, max_shard_bytes)
-        save.run(Direct(scope, read), config, tokenizer, lambda: False)
+        save = _Save(scope, path, tensors)
+        save.run(Source(scope, read), config, tokenizer, lambda: False)
 
 
 class _Save:
     """One checkpoint that is saved by all hosts."""
 
     def __init__(
-        self, hosts: Hosts, path: str | os.PathLike[str], tensors: Sequence[SavedTensor], max_shard_bytes: int
+        self,
+        hosts: Hosts,
+        path: str | os.PathLike[str],
+        tensors: Sequence[SavedTensor],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         self._hosts, self._path, self._tensors, self._max_shard_bytes = hosts, os.fspath(path), tensors, max_shard_bytes
         self._files: Mapping[str, Sequence[SavedTensor]] = {}
@@ -162,22 +165,13 @@ class _Save:
     ) -> bool:
         """Save; return whether it was saved, or a host gave up."""
         with contextlib.ExitStack() as lease:
-            return self._run(self._begin(lease), source, config, tokenizer, interrupted)
-
-    def _run(
-        self,
-        target: SaveTarget,
-        source: Source,
-        config: Mapping[str, Any],
-        tokenizer: SavesTokenizer | None,
-        interrupted: Callable[[], bool],
-    ) -> bool:
-        try:
+            target = self._begin(lease)
             try:
-                self._choose_writers(target)
-                source.prepare()
-                saved = self._write(source, target, interrupted)
-                if saved:
+                with contextlib.closing(source):
+                    self._choose_writers(target)
+                    source.prepare()
+                    if not self._write(source, target, interrupted):
+                        return False
                     with self._hosts.run_on_all("finish", "saving"):
                         if self._hosts.is_leader:
                             with leader_only():
@@ -185,12 +179,10 @@ class _Save:
                                     lambda path: self._small_files(pathlib.Path(path), config, tokenizer)
                                 )
                                 target.commit()
-                return saved
-            finally:
-                source.close()
-        except BaseException as error:
-            self._abort(target, together=isinstance(error, PeerError))
-            raise
+                    return True
+            except BaseException as error:
+                self._abort(target, together=isinstance(error, PeerError))
+                raise
 
     def _begin(self, lease: contextlib.ExitStack) -> SaveTarget:
         """Make the place; the leader has its lease until the stack is closed."""

@@ -1,6 +1,5 @@
 """The writer of a host's part of a checkpoint: rows from the devices of all hosts or from elsewhere, piece by piece."""
 
-import abc
 import contextlib
 import functools
 import itertools
@@ -110,47 +109,32 @@ def _as_bytes(rows: np.ndarray) -> Any:
     return np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data
 
 
-class Source(abc.ABC):
-    """The source of the rows."""
+class Source:
+    """The source of the rows, here a function that the writing thread calls.
 
-    read: Read
-    """The function that the writing thread calls."""
-
-    @abc.abstractmethod
-    def prepare(self) -> None:
-        """Get ready, together with the other hosts."""
-
-    @abc.abstractmethod
-    def phase(self, name: str) -> contextlib.AbstractContextManager[Phase]:
-        """Return the phase in which `advance` is called."""
-
-    @abc.abstractmethod
-    def advance(self, room: bool) -> None:
-        """Have rows brought, by launches that all hosts make; ``room`` says whether all of them have room."""
-
-    @abc.abstractmethod
-    def wait(self, writer: FileWriter, timeout_s: float) -> tuple[bool, bool]:
-        """Wait for some seconds; return whether the writer is done, and whether there is room for more rows."""
-
-    def close(self) -> None:  # noqa: B027
-        """Have the writing thread wait for nothing any more."""
-
-
-class Direct(Source):
-    """Rows that the writing thread reads by itself."""
+    Args:
+        read: The function.
+    """
 
     def __init__(self, hosts: Hosts, read: Read) -> None:
         self._hosts, self.read = hosts, read
 
-    def prepare(self) -> None: ...
+    def prepare(self) -> None:
+        """Get ready, together with the other hosts."""
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[Phase]:
+        """Return the phase in which `advance` is called."""
         return self._hosts.run_on_all(name, "exporting")
 
-    def advance(self, room: bool) -> None: ...
+    def advance(self, room: bool) -> None:
+        """Have rows brought, by launches that all hosts make; ``room`` says whether all of them have room."""
 
     def wait(self, writer: FileWriter, timeout_s: float) -> tuple[bool, bool]:
+        """Wait for some seconds; return whether the writer is done, and whether there is room for more rows."""
         return writer.wait(timeout_s), True
+
+    def close(self) -> None:
+        """Have the writing thread wait for nothing any more."""
 
 
 type Pieces = Sequence[Sequence[tuple[SavedTensor, int, int]]]
@@ -161,9 +145,8 @@ class Gathered(Source):
     """Rows of a sharded model, gathered by programs that every host launches: a piece for each host in its turn."""
 
     def __init__(self, hosts: Hosts, pieces: Callable[[], Pieces]) -> None:
-        self._hosts, self._get_pieces = hosts, pieces
-        self._handover = Handover()
-        self.read = self._handover.take
+        self._get_pieces, self._handover = pieces, Handover()
+        super().__init__(hosts, self._handover.take)
         self._watchdog = Watchdog(hosts, hosts.timeout_s)
         self._programs: dict[RowGather, Program] = {}
         self._launched_all = False

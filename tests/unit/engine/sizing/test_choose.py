@@ -135,8 +135,8 @@ def test_too_little_memory_says_what_would_work() -> None:
         (1e6, 1e-7),
         (1e13, 1e-4),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((1e6, 1e-4), (1e9, 1e-7), (1e9, 1e-4), (1e13, 1e-7))
+            pytest.param(*link, marks=pytest.mark.slow)
+            for link in ((1e6, 1e-4), (1e9, 1e-7), (1e9, 1e-4), (1e13, 1e-7))
         ),
     ],
 )

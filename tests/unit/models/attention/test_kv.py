@@ -9,33 +9,14 @@ from lockstep.engine import EngineConfig
 from lockstep.engine.decoder.transformer import kept_by_layer
 from lockstep.engine.sizing.demand import desired_capacity, measure_demand
 from lockstep.engine.sizing.memory_model import MemoryModel
-from lockstep.models.attention.kv import KvSpec, PagedKv, describe_kept
+from lockstep.models.attention.kv import FixedState, KvSpec, PagedKv, describe_kept
 from lockstep.types import Drafts
 from tests.unit.engine.models import FAMILIES, request
 from tests.unit.engine.sizing.made_up import models_on
 
 FLOAT32, BYTES = jnp.dtype("float32"), 3000
 LATENT = PagedKv(kv_heads=1, head_size=5, value_size=3)
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """A state of fixed size: no page to share, nothing to take back."""
-
-    shareable: bool = False
-    revocable: bool = False
-
-    def position_bytes(self, dtype):
-        return 0
-
-    def sequence_bytes(self, dtype):
-        return BYTES
-
-    def step_bytes(self, context, dtype):
-        return 2 * BYTES
-
-    def describe(self):
-        return "a state"
+STATE = FixedState(name="a state", bytes=BYTES)
 
 
 def test_k_and_v_of_a_head_are_neighbouring_rows_and_a_latent_is_one():
@@ -66,7 +47,7 @@ def test_a_state_takes_memory_by_the_sequence_and_rules_out_sharing_and_drafts()
     models = models_on(EngineConfig())
     requests = [dataclasses.replace(request(i, 20, 12, n_generations=2), drafts=Drafts(ngrams=True)) for i in range(3)]
     plain, demand = models[{"tensor": 1}], measure_demand(EngineConfig(), models, requests)
-    mixed = dataclasses.replace(plain, kept=(*plain.kept[1:], State()))
+    mixed = dataclasses.replace(plain, kept=(*plain.kept[1:], STATE))
     with_state, without = (desired_capacity(EngineConfig(), model, demand) for model in (mixed, plain))
     assert (without.page_copies, with_state.page_copies) == (1, 0)
     assert without.draft_tokens and not with_state.draft_tokens and not with_state.verify_widths

@@ -2,7 +2,6 @@
 
 from lockstep.models.attention.training.backend import AttentionBackend as AttentionBackend
 from lockstep.models.attention.training.backend import attention_products as attention_products
-from lockstep.models.attention.training.backend import check_backend as check_backend
 from lockstep.models.attention.training.backend import self_attention as self_attention
 from lockstep.models.attention.training.causal import CausalAttention as CausalAttention
 from lockstep.models.attention.training.causal import HeadArrays as HeadArrays

@@ -1,7 +1,7 @@
 """The choice of attention for training, by the devices that the program is compiled for."""
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +27,6 @@ AttentionBackend = Literal["default", "splash", "jax_flash", "vanilla"]
 
 type MeshAxes = str | tuple[str, ...] | None
 """The mesh axes that split an axis of an array."""
-
-
-def check_backend(name: str) -> None:
-    """Refuse a name that is none of `AttentionBackend`.
-
-    Raises:
-        ConfigError: It is unknown; the message says what there is.
-    """
-    if name not in get_args(AttentionBackend):
-        raise ConfigError(
-            f"attn_backend is {name!r}; it must be one of {', '.join(get_args(AttentionBackend))}. Use default: splash "
-            "on TPU, jax_flash elsewhere."
-        )
 
 
 def attention_products(backend: AttentionBackend, length: int, window: int | None, *, forwards: int) -> float:

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.models import LlamaConfig
 from lockstep.models.attention.training import CausalAttention, HeadArrays, self_attention
-from lockstep.models.attention.training.backend import attention_products, check_backend
+from lockstep.models.attention.training.backend import attention_products
 from lockstep.placement import make_mesh
 
 LENGTH = 1024
@@ -59,7 +60,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known():
     with pytest.raises(
         ConfigError, match="attn_backend is 'nvte'; it must be one of default, splash, jax_flash, vanil"
     ):
-        check_backend("nvte")
+        LlamaConfig(attn_backend="nvte")
 
 
 def test_products_are_those_of_the_blocks_that_are_computed():

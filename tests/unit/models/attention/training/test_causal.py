@@ -28,8 +28,8 @@ def in_numpy(q, k, v, segments, attention):
 def test_dense_attention_is_the_loop(case):
     attention, packed = CASES[case]
     inputs = arrays(20, packed=packed)
-    found = jax.jit(dense_attention, static_argnums=1)(HeadArrays(*inputs), attention)
-    np.testing.assert_allclose(found, in_numpy(*inputs, attention), atol=2e-6)
+    attended = jax.jit(dense_attention, static_argnums=1)(HeadArrays(*inputs), attention)
+    np.testing.assert_allclose(attended, in_numpy(*inputs, attention), atol=2e-6)
 
 
 @pytest.mark.parametrize("case", ["plain", "all"])
