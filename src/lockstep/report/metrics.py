@@ -12,7 +12,7 @@ from lockstep.config_fields import FilePath
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.limits import PROMPT_LINE_BYTES
 from lockstep.plugins import load_object
-from lockstep.printable import get_logger
+from lockstep.printable import error_text, get_logger
 from lockstep.report.answers import Pattern, final_text, last_number, same_number
 from lockstep.report.rows import COLUMNS, FILE_COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.text import Prompt, PromptFields, PromptFormat, iter_prompts, split_answer
@@ -253,7 +253,7 @@ def measure[R: AnyRow](
             except (Exception, SystemExit) as error:  # a metric is the user's own code
                 values[column] = None
                 where = f"prompt {row.prompt_id}, generation {row.generation_id}"
-                errors.setdefault(column, []).append(f"{where}: {type(error).__name__}: {error}")
+                errors.setdefault(column, []).append(f"{where}: {error_text(error)}")
         measured.append(dataclasses.replace(row, metrics=values))
     failures = [
         f"metric {column!r} failed on {len(texts)} of {len(rows)} rows, which have no value; first on {texts[0]}"

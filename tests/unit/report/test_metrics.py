@@ -1,5 +1,6 @@
 import ast
 import dataclasses
+import os
 import re
 import sys
 import types
@@ -113,6 +114,13 @@ def test_a_metric_that_fails_loses_its_cells_and_is_named_once(own):
         "ZeroDivisionError: division by zero",
         "metric 'leaves' failed on 3 of 3 rows, which have no value; first on prompt 7, generation 2: SystemExit: 3",
     ]
+
+
+def test_what_a_metric_raises_has_no_secret(own, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-abcdef0123456789")
+    own.refused = lambda row, prompt: {}[os.environ["JUDGE_API_KEY"]]
+    (failure,) = measure(load_metrics(["own_metrics:refused"]), [row("")], [PROMPT])[1]
+    assert failure.endswith("KeyError: '<redacted>'")
 
 
 def test_a_pattern_that_backtracks_loses_its_cell_alone(monkeypatch):

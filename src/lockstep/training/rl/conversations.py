@@ -20,11 +20,11 @@ from lockstep.engine.schedule import Scheduler
 from lockstep.errors import HostError, PromptError, is_passing
 from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
-from lockstep.printable import get_logger
+from lockstep.printable import error_text, get_logger
 from lockstep.text import Prompt, cut_at_stop, decode, encode, following_tokens, text_message
 from lockstep.training.rl.environment import Environment, Message, Reply
 from lockstep.training.rl.questions import AnswerRows
-from lockstep.training.rl.rewarding import LATE, Rewards
+from lockstep.training.rl.rewarding import ERROR_LENGTH, LATE, Rewards
 from lockstep.training.rl.segments import Segment
 from lockstep.types import Completion, FinishReason, Request, SamplingParams
 
@@ -161,7 +161,7 @@ class EnvironmentThread:
                 except BaseException as error:  # an environment is the user's own code
                     late = isinstance(error, TimeoutError)
                     failure = _Outage if late or is_passing(error) else _Failure
-                    result = failure(LATE if late else f"{type(error).__name__}: {error}")
+                    result = failure(LATE if late else error_text(error, ERROR_LENGTH))
                 self._said.put((self._number, result))
             with contextlib.suppress(BaseException), leader_only():
                 runner.run(asyncio.wait_for(self._environment.close(), self._environment.timeout_s))
@@ -291,7 +291,7 @@ class Conversations(Arrivals):
         thread.deadline = None
         try:
             if isinstance(result, _Failure):
-                return [{"number": number, "error": result[:500], "passing": result.passing}]
+                return [{"number": number, "error": str(result), "passing": result.passing}]
             reply = result if conversation.segments else Reply(messages=result)
             if not isinstance(reply, Reply):
                 raise TypeError(f"step returned {reply!r:.200}, and must return a lockstep.training.Reply")
@@ -311,7 +311,7 @@ class Conversations(Arrivals):
             json.dumps(words)
             return [words]
         except Exception as error:
-            return [{"number": number, "error": f"{type(error).__name__}: {error}"[:500]}]
+            return [{"number": number, "error": error_text(error, ERROR_LENGTH)}]
 
     def _tokens(self, conversation: Conversation, messages: Sequence[Message]) -> Sequence[int]:
         """The tokens that the model reads before its next answer."""

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from lockstep.errors import ConfigError, HostError, HostTimeoutError, is_passing
 from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
-from lockstep.printable import get_logger
+from lockstep.printable import error_text, get_logger
 from lockstep.report import Row
 from lockstep.text import Prompt
 from lockstep.training.rl.rewards import Reward, RewardConfig, labels
@@ -26,6 +26,7 @@ from lockstep.training.rl.rewards import Reward, RewardConfig, labels
 type Value = float | str
 """The result of a component for an answer: a number, or an error."""
 
+ERROR_LENGTH = 500  # characters of what went wrong that travel to the other hosts
 LATE = "late"  # the error where there was no value in time
 PAUSES_S = (1.0, 2.0, 4.0)
 """Seconds between tries where a reward fails by what another try may not meet, such as a server that answers 500."""
@@ -103,7 +104,7 @@ class Scoring:
                     value = runner.run(value)
                 return as_number(value)
             except BaseException as error:  # a reward is the user's own code, and no signal comes to a thread
-                text = f"{type(error).__name__}: {error}"[:500]
+                text = error_text(error, ERROR_LENGTH)
                 if not is_passing(error):
                     return text
             if pause_s is None or self._closed:

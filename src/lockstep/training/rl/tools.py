@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.printable import without_credentials
+from lockstep.printable import error_text
 from lockstep.text import ToolCall, tool_calls
 from lockstep.training.rl.environment import Environment, Message, Reply
 
@@ -72,5 +72,5 @@ class ToolEnvironment(Environment):
                 result = await result
             content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except Exception as error:  # the model reads it, and may do better
-            content = without_credentials(f"error: {type(error).__name__}: {error}")
+            content = f"error: {error_text(error)}"
         return {"role": "tool", "name": call.name, "content": content}

@@ -30,6 +30,8 @@ class Returns(Environment):
         return self.first
 
     async def step(self, message: Any) -> Any:
+        if isinstance(self.reply, Exception):
+            raise self.reply
         return self.reply
 
 
@@ -119,6 +121,12 @@ def test_what_cannot_begin_a_conversation_says_why(environment, error):
 def test_what_cannot_follow_an_answer_says_why(reply, error):
     conversations, _ = begun(Returns(reply=reply))
     assert error in answered(conversations, "It is 3.")["error"]
+
+
+def test_the_error_of_an_environment_has_no_secret(monkeypatch):
+    monkeypatch.setenv("WORLD_TOKEN", "sk-abcdef0123456789")
+    conversations, _ = begun(Returns(reply=RuntimeError("x" * 480 + "sk-abcdef0123456789")))
+    assert answered(conversations, "It is 3.")["error"] == f"RuntimeError: {'x' * 480}<re..."
 
 
 @pytest.mark.parametrize("text", ["", " ", "�é漢字 🙂"])

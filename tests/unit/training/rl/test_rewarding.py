@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import os
 import threading
 import urllib.error
 
@@ -149,6 +150,16 @@ def test_one_that_raises_costs_its_own_value_alone():
     assert [found[number]["odd"] for number in range(4)] == [1.0, "RuntimeError: the judge is out"] * 2
     assert {each["fails"] for each in found.values()} == {"SystemExit: no"}
     assert {each["fine"] for each in found.values()} == {3.0}
+
+
+def test_its_text_has_no_secret_of_the_environment_of_the_process(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-abcdef0123456789")
+
+    def refused(answer, question):
+        raise RuntimeError(f"401 for {os.environ['JUDGE_API_KEY']} of https://u:p@judge/?a=b")
+
+    wrong = try_rewards({"refused": refused}, row(""), prompt(), 30)
+    assert wrong == {"refused": "RuntimeError: 401 for <redacted> of https://judge/?…"}
 
 
 def test_one_that_hangs_holds_up_nothing():

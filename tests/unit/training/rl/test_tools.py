@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import os
 
 import pytest
 
@@ -30,7 +31,7 @@ async def look_up(word: str) -> dict:
         word: The word.
     """
     if word == "secret":
-        raise ConnectionError("no reply of https://me:letmein@words.example/api?key=letmein")
+        raise ConnectionError(f"no {os.environ['WORDS_KEY']} of https://me:letmein@words.example/api?key=letmein")
     if word == "é":
         return {"é": None}
     raise LookupError("no such word")
@@ -70,7 +71,9 @@ def said(*texts):
     return asyncio.run(talk())[-1]
 
 
-def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_last():
+def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_last(monkeypatch):
+    monkeypatch.setenv("WORDS_KEY", "sk-abcdef0123456789")
+
     def written(name, arguments):
         return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
@@ -86,7 +89,7 @@ def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_las
         ("add", '{"a": 1}', "missing 1 required positional argument: 'b'"),
         ("add", '{"a": 1, "b": null}', "unsupported operand"),
         ("look_up", '{"word": "a"}', "error: LookupError: no such word"),
-        ("look_up", '{"word": "secret"}', "error: ConnectionError: no reply of https://words.example/api?…"),
+        ("look_up", '{"word": "secret"}', "error: ConnectionError: no <redacted> of https://words.example/api?…"),
     ):
         (message,) = said(written(name, arguments)).messages
         assert message["name"] == name and error in message["content"]
