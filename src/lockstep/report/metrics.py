@@ -227,6 +227,21 @@ def _check_name(name: str) -> None:
         )
 
 
+def as_number(value: Any) -> float:
+    """Return the value of a metric or a reward.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not finite.
+    """
+    if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
+        with contextlib.suppress(TypeError):  # an array of several numbers
+            if math.isfinite(number := float(value)):
+                return number
+            raise ValueError(f"returned {number}, which is not finite")
+    raise TypeError(f"returned {value!r:.200}, which is not a number")
+
+
 def measure[R: AnyRow](
     metrics: Mapping[str, Metric],
     rows: Sequence[R],
@@ -249,7 +264,7 @@ def measure[R: AnyRow](
             try:
                 with guard():
                     value = metric(row, prompt)
-                values[column] = None if value is None else float(value)
+                values[column] = None if value is None else as_number(value)
             except (Exception, SystemExit) as error:  # a metric is the user's own code
                 values[column] = None
                 where = f"prompt {row.prompt_id}, generation {row.generation_id}"

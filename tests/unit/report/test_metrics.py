@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
@@ -114,6 +115,12 @@ def test_a_metric_that_fails_loses_its_cells_and_is_named_once(own):
         "ZeroDivisionError: division by zero",
         "metric 'leaves' failed on 3 of 3 rows, which have no value; first on prompt 7, generation 2: SystemExit: 3",
     ]
+
+
+def test_what_is_not_finite_is_no_value_of_a_metric(own):
+    own.nan = lambda row, prompt: np.float32("nan")
+    (measured,), (failure,) = measure(load_metrics(["own_metrics:nan"]), [row("")], [PROMPT])
+    assert measured.metrics == {"nan": None} and "returned nan, which is not finite" in failure
 
 
 def test_what_a_metric_raises_has_no_secret(own, monkeypatch):

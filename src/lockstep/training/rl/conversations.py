@@ -31,6 +31,7 @@ from lockstep.types import Completion, FinishReason, Request, SamplingParams
 log = get_logger(__name__)
 
 COMPONENT = "environment"  # the name of its reward among the components
+_SHOWN = 10_000  # characters of a message that no model reads
 _LOOK_S = 0.01  # seconds between two looks at the clock while nothing but environments is waited for
 
 
@@ -296,6 +297,8 @@ class Conversations(Arrivals):
             if not isinstance(reply, Reply):
                 raise TypeError(f"step returned {reply!r:.200}, and must return a lockstep.training.Reply")
             messages = [dict(text_message(message)) for message in reply.messages]
+            if reply.done:
+                messages = list(map(_shortened, messages))
             tokens = [] if reply.done or conversation.last else self._tokens(conversation, messages)
             if conversation.segments and not reply.done and (conversation.last or self._room(conversation, tokens) < 1):
                 thread.end(reply)
@@ -359,6 +362,14 @@ class Conversations(Arrivals):
         self._requests.append(
             Request(prompt_id=number, prompt_tokens=prompt_tokens, params=params, conversation=conversation.number)
         )
+
+
+def _shortened(message: dict[str, Any]) -> dict[str, Any]:
+    """A message that no model reads, as rows and other hosts have it: the result of a tool may be a whole file."""
+    content = message["content"] or ""
+    if len(content) <= _SHOWN:
+        return message
+    return {**message, "content": f"{content[:_SHOWN]}… ({len(content):,} characters)"}
 
 
 def longest_turns(params: SamplingParams, row_length: int, count: int) -> list[Request]:

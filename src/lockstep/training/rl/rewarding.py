@@ -9,7 +9,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError, HostError, HostTimeoutError, is_passing
 from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
 from lockstep.printable import error_text, get_logger
-from lockstep.report import Row
+from lockstep.report import Row, as_number
 from lockstep.text import Prompt
 from lockstep.training.rl.rewards import Reward, RewardConfig, labels
 
@@ -100,8 +100,8 @@ class Scoring:
             try:
                 # What a reward changes in its fields is nobody else's.
                 value = reward(row, dataclasses.replace(prompt, fields=copy.deepcopy(prompt.fields)))
-                if inspect.iscoroutine(value):
-                    value = runner.run(value)
+                if inspect.isawaitable(value):
+                    value = runner.run(_awaited(value))
                 return as_number(value)
             except BaseException as error:  # a reward is the user's own code, and no signal comes to a thread
                 text = error_text(error, ERROR_LENGTH)
@@ -113,14 +113,8 @@ class Scoring:
         return Outage(text)
 
 
-def as_number(value: Any) -> float:
-    """Return the value of a reward."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"returned {value!r}, which is not a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"returned {number}, which is not finite")
-    return number
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def try_rewards(rewards: Mapping[str, Reward], row: Row, prompt: Prompt, timeout_s: float) -> dict[str, str]:
@@ -217,7 +211,8 @@ class Rewarder:
                 raise HostTimeoutError(f"{outage}. Check the reward and its server, or set on_failure: default.")
             raise ConfigError(
                 f"rewards: {name} was tried on the reference answer to the first question ({row.generated_text!r}): "
-                f"{text}. A reward takes (row, prompt) and returns a finite number; correct it."
+                f"{text}. A reward takes (row, prompt) of one answer, such as row.generated_text and prompt.answer, "
+                "and returns a finite number; correct it."
             )
 
     def begin(self) -> Scoring:
