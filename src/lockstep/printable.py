@@ -12,6 +12,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TextIO
 
+from lockstep.redact import Redactor
+
+ERROR_CHARACTERS: Final = 2000  # the longest text of an error that is stored, or travels to other processes
 VISIBLE_CONTROLS: Final = {"\n": "↵", "\r": "␍", "\t": "⇥"}
 
 
@@ -93,13 +96,33 @@ def public_arguments(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
+def without_secrets(text: str) -> str:
+    """A text `without_credentials`, and without the values of variables of this process with the name of a secret.
+
+    A variable that names a file has no secret as its value.
+    """
+    values = {os.environ.get(name, "") for name in list(os.environ) if SECRET_OPTION.search(name)}
+    secrets = [value for value in values if not _is_path(value)]
+    return without_credentials(Redactor(secrets).text(text) if secrets else text)
+
+
+def error_text(error: BaseException, length: int = ERROR_CHARACTERS) -> str:
+    """The class and the text of an error, `without_secrets`, cut after that: half of a secret would stay.
+
+    Args:
+        length: Its characters at most.
+    """
+    text = without_secrets(f"{type(error).__name__}: {error}")
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
 def error_stack(error: BaseException) -> str:
-    """The stack and the text of an error and of its causes, `without_credentials` and `printable`."""
-    return printable(without_credentials("".join(traceback.format_exception(error))))
+    """The stack and the text of an error and of its causes, `without_secrets` and `printable`."""
+    return printable(without_secrets("".join(traceback.format_exception(error))))
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; its lines and stacks are `without_credentials` and `printable` in whatever handler."""
+    """The logger of a module; its lines and stacks are `without_secrets` and `printable` in whatever handler."""
     logger = logging.getLogger(name)
     if _hide_in_record not in logger.filters:
         logger.addFilter(_hide_in_record)
@@ -168,8 +191,13 @@ def keep_root_logger() -> Iterator[None]:
         root.setLevel(level)
 
 
+def _is_path(value: str) -> bool:
+    """Whether a value is a path, of a file in a directory that is there."""
+    return os.path.dirname(value) not in ("", "/") and os.path.isdir(os.path.dirname(value))
+
+
 def _hide_in_record(record: logging.LogRecord) -> bool:
-    record.msg, record.args = printable(without_credentials(record.getMessage())), None
+    record.msg, record.args = printable(without_secrets(record.getMessage())), None
     if record.exc_info and record.exc_info[1] is not None:
         record.exc_text = error_stack(record.exc_info[1]).rstrip("\n")  # handlers take this where it is set
     return True

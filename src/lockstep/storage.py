@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lockstep.errors import ConfigError, HostTimeoutError, is_passing
-from lockstep.printable import get_logger, without_credentials
+from lockstep.printable import error_text, get_logger, without_credentials
 
 log = get_logger(__name__)
 
@@ -94,9 +94,7 @@ def call_storage[Result](
                 continue
             if ended and attempt.error is not None and not is_passing(attempt.error):
                 raise attempt.error
-            failure = (
-                f"{type(attempt.error).__name__}: {attempt.error}"[:300] if ended else f"no answer for {limit_s:g} s"
-            )
+            failure = f"no answer for {limit_s:g} s" if attempt.error is None else error_text(attempt.error, 300)
             waits_on = answers is not None and not ended
             if answers is not None and not ended and answers():
                 deadline = time.monotonic() + timeout_s

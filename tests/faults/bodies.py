@@ -450,10 +450,13 @@ def body_tracker_blocks(hosts):
             # The end of training waits half of this for the tracker; before, however long a host takes to compile.
             trainer.add_hook(lambda info, own=impatient: vars(own).update(timeout_s=4.0))
             model, begin = tiny.init_model(trainer), time.monotonic()
-            trainer.train(model, tiny.rows())
-            found[name] = {"losses": losses, "seconds": time.monotonic() - begin}
-            if tracker is not None:
-                tracker.released.set()
+            try:
+                trainer.train(model, tiny.rows())
+            finally:
+                seconds = time.monotonic() - begin
+                if tracker is not None:  # a failure must not leave its thread to the next test
+                    tracker.released.set()
+            found[name] = {"losses": losses, "seconds": seconds}
     return found | {"log": log.getvalue()}
 
 

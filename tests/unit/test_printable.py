@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.printable import (
     bytes_text,
+    error_text,
     get_logger,
     hide_credentials,
     keep_root_logger,
@@ -21,6 +22,7 @@ from lockstep.printable import (
     show_log,
     visible,
     without_credentials,
+    without_secrets,
 )
 from tests.sources import sources
 
@@ -92,6 +94,35 @@ def test_a_long_text_takes_no_long(unit):
     assert time.process_time() - begin < 5
 
 
+SECRET = "sk-abcdef0123456789"
+
+
+@pytest.mark.parametrize("name", ["MY_API_KEY", "HF_TOKEN", "PGPASSWORD", "AWS_SECRET_ACCESS_KEY", "PROXY_AUTH"])
+def test_a_text_has_no_value_of_a_variable_with_the_name_of_a_secret(monkeypatch, name):
+    shown = f"401: {SECRET} of https://u:p@h/a?b=c"
+    assert without_secrets(shown) == f"401: {SECRET} of https://h/a?…"
+    monkeypatch.setenv(name, SECRET)
+    assert without_secrets(shown) == "401: <redacted> of https://h/a?…"
+    assert error_text(ValueError(shown)) == "ValueError: 401: <redacted> of https://h/a?…"
+
+
+def test_an_error_is_cut_after_it_has_lost_its_secrets(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    for before in range(60):
+        text = error_text(ValueError("x" * before + SECRET), 40)
+        assert "sk-" not in text and len(text) <= 40
+
+
+def test_names_that_are_those_of_no_secret_and_paths_stay(monkeypatch, tmp_path):
+    path = str(tmp_path / "missing.json")
+    for name, value in {
+        "TOKENIZER": "org/model-name", "GOOGLE_APPLICATION_CREDENTIALS": path, "API_KEY": "EMPTY", "SSH_KEY": "",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    text = f"org/model-name: {path} was not found. EMPTY"
+    assert without_secrets(text) == text
+
+
 @pytest.fixture
 def logged():
     handler, logger = logging.StreamHandler(io.StringIO()), get_logger("lockstep.test_printable")
@@ -100,20 +131,21 @@ def logged():
     logger.removeHandler(handler)
 
 
-def test_no_log_line_has_them_nor_the_stack_of_an_error(logged):
+def test_no_log_line_has_them_nor_the_stack_of_an_error(logged, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", SECRET)
     logger, stream = logged
     try:
         try:
             raise OSError("https://user:hush@h/a?sig=hush")
         except OSError as cause:
-            raise ValueError("s3://key:hush@b \x1b[2J") from cause
+            raise ValueError(f"s3://key:hush@b {SECRET}\x1b[2J") from cause
     except ValueError as error:
-        logger.error("%s at %s \x1b[2J", "gs://b/a", "https://user:hush@h/b?sig=hush", exc_info=error)
+        logger.error("%s at %s \x1b[2J", "gs://b/" + SECRET, "https://user:hush@h/b?sig=hush", exc_info=error)
         logger.exception("again")
     text = stream.getvalue()
-    assert "hush" not in text and "\x1b" not in text
-    assert text.startswith("gs://b/a at https://h/b?… \\x1b[2J\n")
-    assert text.count("OSError: https://h/a?…\n") == 2 and text.count("ValueError: s3://b \\x1b[2J\n") == 2
+    assert "hush" not in text and SECRET not in text and "\x1b" not in text
+    assert text.startswith("gs://b/<redacted> at https://h/b?… \\x1b[2J\n")
+    assert text.count("OSError: https://h/a?…\n") == 2 and text.count("ValueError: s3://b <redacted>\\x1b[2J\n") == 2
 
 
 def test_every_module_logs_that_way():

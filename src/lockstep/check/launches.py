@@ -132,7 +132,7 @@ def record() -> None:
     printed = sys.excepthook
 
     def note_and_print(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        recorder.error(kind, value, trace)
+        recorder.error(value, trace)
         printed(kind, value, trace)
 
     sys.excepthook = note_and_print

@@ -19,6 +19,7 @@ import numpy as np
 
 from lockstep.check import _jax, findings
 from lockstep.files import private
+from lockstep.printable import error_text
 
 QUIET_S = 3.0  # seconds without a launch after which a process notes where it is
 SAMPLES = 50  # first launches of a program from a stack at which the live arrays are looked at
@@ -123,7 +124,7 @@ class Recorder:
 
     # ---- the life of the process
 
-    def error(self, kind: type[BaseException], value: BaseException, trace: Any) -> None:
+    def error(self, value: BaseException, trace: Any) -> None:
         """Note an error that ends the process."""
         key = tuple(
             (code.co_filename, line, code.co_qualname)
@@ -131,7 +132,7 @@ class Recorder:
             if not findings.is_hidden(code.co_filename)
         )
         with self._lock:
-            self._write({"is": "error", "text": f"{kind.__name__}: {value}"[:2000], "stack": self._stack(key)})
+            self._write({"is": "error", "text": error_text(value), "stack": self._stack(key)})
 
     def end(self) -> None:
         """Note that the script is done."""

@@ -18,7 +18,7 @@ from rich.text import Text
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
 from lockstep.hosts import name_processes
-from lockstep.printable import hide_credentials, without_credentials, write_to_stdout
+from lockstep.printable import hide_credentials, without_secrets, write_to_stdout
 
 Outcome = Literal["ok", "warning", "fix"]
 
@@ -73,7 +73,7 @@ def attempt(name: str, check: Callable[[], Finding | Iterable[Finding]]) -> list
 
 def failed(name: str, error: BaseException) -> Finding:
     """The finding of a check that raised."""
-    text = " ".join(str(error).split()) or "no text"
+    text = without_secrets(" ".join(str(error).split())) or "no text"
     return Finding.to_fix(name, f"{type(error).__name__}: {text[:1500]}")
 
 
@@ -242,5 +242,5 @@ def _table(title: str, findings: Sequence[JobFinding]) -> Table:
 
 
 def _public(finding: Finding) -> Finding:
-    name, text, fix = map(without_credentials, (finding.name, finding.text, finding.fix))
+    name, text, fix = map(without_secrets, (finding.name, finding.text, finding.fix))
     return dataclasses.replace(finding, name=name, text=text, fix=fix)

@@ -21,6 +21,7 @@ from lockstep.errors import ConfigError, LockstepError, check_at_least
 from lockstep.hosts import digest
 from lockstep.json_text import parse_json
 from lockstep.models import check_hf, read_hf_config
+from lockstep.printable import error_text
 from lockstep.text import load_tokenizer
 from lockstep.urls import files_of, read_http, url_to_fs
 
@@ -262,4 +263,4 @@ def _access(url: str) -> str:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    return " ".join(error_text(error, 500).split())

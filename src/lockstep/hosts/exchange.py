@@ -15,7 +15,7 @@ from lockstep.errors import DisagreementError, HostError, PeerError, is_fault
 from lockstep.hosts._client import BarrierFailedError
 from lockstep.hosts.channel import Channel, Column, columns, differs, read_columns, spread
 from lockstep.json_text import typed
-from lockstep.printable import get_logger, printable, without_credentials
+from lockstep.printable import error_text, get_logger, printable
 
 log = get_logger(__name__)
 
@@ -23,7 +23,6 @@ MAY_DIFFER = " (may differ)"
 """The end of the name of a value that should be the same on every process: a difference is a warning, not an error."""
 SHOWN_CHARACTERS = 80  # the longest value that an error shows in full
 SHOWN_VALUES = 16  # the number of different values that an error shows
-ERROR_CHARACTERS = 2000  # the longest error text that travels to the other processes
 _DONE, _FAILED = b"+", b"-"
 
 
@@ -200,12 +199,6 @@ def raise_if_any_failed(key: str, errors: Sequence[str | None], cause: BaseExcep
 def shown(key: str) -> str:
     """A key of the job as people read it: ``inference_eval#3/prepare``."""
     return key.removeprefix("lockstep/job/").removesuffix("#1")
-
-
-def error_text(error: BaseException) -> str:
-    """An error as the other processes are shown it."""
-    text = without_credentials(f"{type(error).__name__}: {error}")
-    return text if len(text) <= ERROR_CHARACTERS else text[: ERROR_CHARACTERS - 3] + "..."
 
 
 def name_processes(processes: Iterable[int]) -> str:

@@ -15,7 +15,7 @@ from lockstep.exits import FAILED, FAULT, INTERRUPTED, PEER_FAILED, WAIT_S, work
 from lockstep.hosts.fault import failure_code, limit_attempts
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process, failure_is_announced
-from lockstep.printable import error_stack, print_to_stderr, printable, without_credentials
+from lockstep.printable import error_stack, print_to_stderr, printable, without_secrets
 
 USER_ERRORS = (ConfigError, PromptError, CapacityError, CompilerError)
 """Errors that a user can mend, printed without a stack."""
@@ -93,7 +93,7 @@ def print_error(hosts: Hosts | None, error: BaseException, debug: bool = False) 
     elif isinstance(error, USER_ERRORS):
         if debug:
             print_to_stderr(error_stack(error), end="")
-        print_to_stderr(f"error: {printable(without_credentials(str(error)))}")
+        print_to_stderr(f"error: {printable(without_secrets(str(error)))}")
     else:
         print_to_stderr(error_stack(error), end="")
 
@@ -121,7 +121,7 @@ def _print_host_error(hosts: Hosts | None, error: HostError, debug: bool) -> Non
     if hosts is None or hosts.is_leader:  # without a service every process speaks for itself
         alone = hosts is not None and hosts.count == 1
         text = cause if alone and isinstance(cause, LockstepError) else error
-        print_to_stderr(f"error: {printable(without_credentials(str(text)))}")
+        print_to_stderr(f"error: {printable(without_secrets(str(text)))}")
 
 
 def leave(hosts: Hosts | None, code: int, reason: str, peers: int = PEER_FAILED) -> NoReturn:

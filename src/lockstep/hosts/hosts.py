@@ -17,13 +17,13 @@ from lockstep.hosts.exchange import (
     all_min,
     broadcast,
     broadcast_from_leader,
-    error_text,
     gather,
     reasons_to_stop,
 )
 from lockstep.hosts.fault import note_saved
 from lockstep.hosts.heartbeat import wait_for_missing
 from lockstep.hosts.phase import Ledger, Phase
+from lockstep.printable import error_text
 
 ROOT = "lockstep/job"
 LAUNCHES = "lockstep/launch"
@@ -115,7 +115,7 @@ class Hosts:
             yield inner
         except BaseException as error:
             with contextlib.suppress(HostError, TimeoutError):
-                self.phase(f"{self.last_phase} (left by {type(error).__name__}: {error})"[:500])
+                self.phase(f"{self.last_phase} (left by {error_text(error, 400)})"[:500])
             raise
 
     def note_saved(self) -> None:

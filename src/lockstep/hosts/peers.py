@@ -20,7 +20,7 @@ from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.exchange import digest, name_processes
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.liveness import DIED, Connection, Listener
-from lockstep.printable import print_to_stderr, printable, without_credentials
+from lockstep.printable import print_to_stderr, printable, without_secrets
 
 ANNOUNCEMENTS = "lockstep/failed"
 """Directory of the reasons, exit codes and numbers that ending processes announce, by task of the service."""
@@ -49,7 +49,7 @@ def announce_exit(client: Client, reason: str, code: int = PEER_FAILED, work_s: 
         reason: What the others print; where this process failed, after the word "failed".
         work_s: The seconds that work behind queues has, at most, while the others end.
     """
-    text = without_credentials(f"failed: {reason}" if code == PEER_FAILED else reason)[:MAX_TEXT]
+    text = without_secrets(f"failed: {reason}" if code == PEER_FAILED else reason)[:MAX_TEXT]
     with contextlib.suppress(HostError, TimeoutError):
         # All may fail at once: the first one wakes the others, and a reason that many have is posted by a few of them.
         told = client.increment(f"{COUNTS}/{digest(text, str(code))}") > ANNOUNCED

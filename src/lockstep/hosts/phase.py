@@ -13,13 +13,12 @@ from lockstep.hosts.channel import Channel, Column, columns, differs, read_colum
 from lockstep.hosts.exchange import (
     SHOWN_VALUES,
     digest_of,
-    error_text,
     name_processes,
     raise_if_any_failed,
     raise_if_different,
 )
 from lockstep.json_text import typed
-from lockstep.printable import printable
+from lockstep.printable import error_text, printable
 
 REMEMBERED = 4096  # launches whose names a process keeps; older ones are in the hash alone
 SENT = 64  # launches whose names are exchanged where processes have launched different programs

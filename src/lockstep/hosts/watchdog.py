@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 
 from lockstep.errors import HostError
 from lockstep.exits import PEER_FAILED, WATCHDOG
-from lockstep.hosts.exchange import error_text
 from lockstep.hosts.fault import limit_attempts
 from lockstep.hosts.heartbeat import PeerHeartbeat, describe_elsewhere, describe_missing, heartbeats
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process
 from lockstep.json_text import typed
-from lockstep.printable import print_to_stderr, printable
+from lockstep.printable import error_text, print_to_stderr, printable
 
 SHOWN_LAUNCHES = 10  # number of last launches in the report
 LOOK_S = 2.0  # seconds in a block after which it is asked whether another process has failed in it

@@ -13,7 +13,7 @@ from lockstep import exits
 from lockstep.errors import LockstepError
 from lockstep.launch import own_words, without_debug
 from lockstep.main.commands import COMMANDS, find_command
-from lockstep.printable import printable, without_credentials
+from lockstep.printable import printable, without_secrets
 
 HELP = ("-h", "--help")
 
@@ -59,7 +59,7 @@ def run_alone(arguments: Sequence[str], debug: bool) -> int:
     except LockstepError as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {printable(without_credentials(str(error)))}", file=sys.stderr)
+        print(f"error: {printable(without_secrets(str(error)))}", file=sys.stderr)
         return exits.FAILED
     except BrokenPipeError:
         if not _reader_has_left():

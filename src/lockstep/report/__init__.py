@@ -21,6 +21,7 @@ from lockstep.report.judge import JudgeConfig as JudgeConfig
 from lockstep.report.metrics import OPEN_METRICS as OPEN_METRICS
 from lockstep.report.metrics import EvaluationFields as EvaluationFields
 from lockstep.report.metrics import Metric as Metric
+from lockstep.report.metrics import as_number as as_number
 from lockstep.report.metrics import check_metrics as check_metrics
 from lockstep.report.metrics import content as content
 from lockstep.report.metrics import exact_match as exact_match

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, LockstepError, check_at_least
-from lockstep.printable import without_credentials
+from lockstep.printable import without_secrets
 from lockstep.redact import Redactor
 from lockstep.report.rows import Row
 from lockstep.text import Prompt
@@ -269,4 +269,4 @@ class Judge:
 
     def _redacted(self, text: str) -> str:
         """A text without the key, in whatever form a server sends it back, and without credentials in URLs."""
-        return without_credentials(Redactor([self._key], shortest=1).text(text) if self._key else text)
+        return without_secrets(Redactor([self._key], shortest=1).text(text) if self._key else text)

@@ -12,7 +12,7 @@ from lockstep.config_fields import FilePath
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.limits import PROMPT_LINE_BYTES
 from lockstep.plugins import load_object
-from lockstep.printable import get_logger
+from lockstep.printable import error_text, get_logger
 from lockstep.report.answers import Pattern, final_text, last_number, same_number
 from lockstep.report.rows import COLUMNS, FILE_COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.text import Prompt, PromptFields, PromptFormat, iter_prompts, split_answer
@@ -227,6 +227,21 @@ def _check_name(name: str) -> None:
         )
 
 
+def as_number(value: Any) -> float:
+    """Return the value of a metric or a reward.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not finite.
+    """
+    if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
+        with contextlib.suppress(TypeError):  # an array of several numbers
+            if math.isfinite(number := float(value)):
+                return number
+            raise ValueError(f"returned {number}, which is not finite")
+    raise TypeError(f"returned {value!r:.200}, which is not a number")
+
+
 def measure[R: AnyRow](
     metrics: Mapping[str, Metric],
     rows: Sequence[R],
@@ -249,11 +264,11 @@ def measure[R: AnyRow](
             try:
                 with guard():
                     value = metric(row, prompt)
-                values[column] = None if value is None else float(value)
+                values[column] = None if value is None else as_number(value)
             except (Exception, SystemExit) as error:  # a metric is the user's own code
                 values[column] = None
                 where = f"prompt {row.prompt_id}, generation {row.generation_id}"
-                errors.setdefault(column, []).append(f"{where}: {type(error).__name__}: {error}")
+                errors.setdefault(column, []).append(f"{where}: {error_text(error)}")
         measured.append(dataclasses.replace(row, metrics=values))
     failures = [
         f"metric {column!r} failed on {len(texts)} of {len(rows)} rows, which have no value; first on {texts[0]}"

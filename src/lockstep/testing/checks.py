@@ -40,7 +40,7 @@ def assert_nothing_left(hosts: "Hosts | None" = None) -> Iterator[None]:
 
     That is: keys of the coordination service, threads, device arrays, and changes of environment variables, of the
     working directory, of the import path, of settings of JAX, of the mesh in use, of signal handlers, of the job's
-    time-outs, and of what mocks have replaced. Each has three seconds to go away.
+    time-outs, and of what mocks have replaced. Each has ten seconds to go away.
 
     Args:
         hosts: The processes of the job; None: those that this process has joined.

@@ -12,7 +12,8 @@ from lockstep.json_text import parse_json
 from lockstep.text.arrow_rows import parquet_rows
 from lockstep.urls import url_to_fs
 
-PROMPT_FILES: Final = (".txt", ".jsonl", ".ndjson", ".jsonlines", ".csv", ".tsv", ".parquet")
+TABLES: Final = (".csv", ".tsv")
+PROMPT_FILES: Final = (".txt", ".jsonl", ".ndjson", ".jsonlines", *TABLES, ".parquet")
 """Ends of the names of files of prompts: a prompt per line, a JSON object per line, or a prompt per row."""
 _FIX: Final = 'Write one object per line, such as {"prompt": "…", "answer": "…"}.'
 
@@ -31,7 +32,7 @@ def prompt_items(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]
     if path.endswith(".parquet"):
         yield from _read_parquet(path, max_line_bytes)
         return
-    if path.endswith((".csv", ".tsv")):
+    if path.endswith(TABLES):
         yield from _read_table(path, max_line_bytes)
         return
     for number, line in enumerate(_read_lines(path, max_line_bytes), start=1):

@@ -12,7 +12,7 @@ from lockstep.json_text import lone_surrogate, without_nulls
 from lockstep.limits import PROMPT_LINE_BYTES
 from lockstep.printable import get_logger
 from lockstep.text.limits import LengthLimit, ModelLimits, unknown_token
-from lockstep.text.prompt_files import prompt_items
+from lockstep.text.prompt_files import TABLES, prompt_items
 from lockstep.text.template_kwargs import stored_tools
 from lockstep.text.tokenize import chat_text, count_appended, encode_text
 
@@ -137,7 +137,8 @@ def read_prompts(
         source: A list whose items are texts, ``{"prompt": …, "answer": …}`` or ``{"messages": […], "answer": …}``
             (answers are optional); or the path or URL (``gs://…``, through fsspec) of a ``.txt`` file with one prompt
             per line, a ``.jsonl`` file with such an item per line, or a ``.csv``, ``.tsv`` or ``.parquet`` file with
-            one per row. Empty lines are skipped, and other fields of a line or row are those of the prompt.
+            one per row. Empty lines are skipped, an empty answer of a ``.csv`` or ``.tsv`` is none, and other fields
+            of a line or row are those of the prompt.
         fields: The names of the fields in a ``.jsonl`` file, and the format; None: those of `PromptFields`.
 
     Raises:
@@ -163,6 +164,8 @@ def iter_prompts(
         name, fields, strict = "prompts", PromptFields(format=fields.format), True
     index = -1
     for index, (place, item) in enumerate(items):
+        if isinstance(item, Mapping) and item.get(fields.answer) == "" and name.endswith(TABLES):
+            item = {**item, fields.answer: None}  # such a file has no other way to leave it out
         try:
             prompt = _parse(index, item, fields, strict=strict)
         except PromptError as error:

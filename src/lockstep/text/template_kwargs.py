@@ -1,8 +1,10 @@
 """Variables of a chat template that a run sets: ``enable_thinking`` of Qwen3, tools that it describes."""
 
+import inspect
 import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lockstep.errors import ConfigError, PromptError
 from lockstep.json_text import parse_json, without_nulls
@@ -10,6 +12,7 @@ from lockstep.json_text import parse_json, without_nulls
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_JSON: Final = (str, int, float, bool, list, dict, tuple, type(None), Any)
 _ATTRIBUTE: Final = "lockstep_template_kwargs"  # the attribute of a tokenizer that has them
 _OWN: Final = (
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
@@ -58,6 +61,8 @@ def set_tools(
     Raises:
         ConfigError: A function has no such types and docstring, or the template does not mention tools.
     """
+    if isinstance(functions, str | Mapping) or not isinstance(functions, Sequence):
+        raise ConfigError(f"tools() of the environment returned {functions!r:.200}; it must be a list. Correct it.")
     if not functions:
         return
     from transformers.utils.chat_template_utils import get_json_schema
@@ -72,12 +77,37 @@ def set_tools(
     for function in functions:
         try:
             schemas.append(dict(function) if isinstance(function, Mapping) else get_json_schema(function))
+            if not isinstance(function, Mapping):
+                _check_arguments(function)
         except Exception as error:  # of several kinds, not all of which transformers exports
             raise ConfigError(
                 f"the tool {getattr(function, '__name__', function)!r} of the environment cannot be described "
-                f"({error}). Give each argument a type, and the function a docstring with a line for each of Args."
+                f"({error}). Give each argument a type, and the function a docstring in Google's style, with a line "
+                "for each of Args."
             ) from error
+    names = [schema.get("function", schema).get("name") for schema in schemas]
+    if twice := sorted({str(name) for name in names if names.count(name) > 1}):
+        raise ConfigError(f"the environment has two tools called {twice[0]!r}. Rename or remove one.")
     vars(tokenizer)[_ATTRIBUTE] = {**template_kwargs(tokenizer), "tools": schemas}
+
+
+def _check_arguments(function: Callable[..., Any]) -> None:
+    """Refuse arguments that a call, which is JSON, cannot give as the function says."""
+    hints = typing.get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"{parameter} has no name that a call could give a value of its own")
+        if wrong := _no_json(hints.get(name)):
+            raise TypeError(f"{name} has the type {wrong.__name__}, and a call gives what JSON has")
+
+
+def _no_json(hint: Any) -> type | None:
+    """The first class in a type that no value of JSON is of; None for none."""
+    if typing.get_origin(hint) is Literal:
+        return None
+    if arguments := typing.get_args(hint):
+        return next(filter(None, map(_no_json, arguments)), None)
+    return hint if isinstance(hint, type) and hint not in _JSON and not typing.is_typeddict(hint) else None
 
 
 def stored_tools(value: object) -> Sequence[Mapping[str, Any]]:

@@ -1,9 +1,11 @@
 import ast
 import dataclasses
+import os
 import re
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
@@ -113,6 +115,19 @@ def test_a_metric_that_fails_loses_its_cells_and_is_named_once(own):
         "ZeroDivisionError: division by zero",
         "metric 'leaves' failed on 3 of 3 rows, which have no value; first on prompt 7, generation 2: SystemExit: 3",
     ]
+
+
+def test_what_is_not_finite_is_no_value_of_a_metric(own):
+    own.nan = lambda row, prompt: np.float32("nan")
+    (measured,), (failure,) = measure(load_metrics(["own_metrics:nan"]), [row("")], [PROMPT])
+    assert measured.metrics == {"nan": None} and "returned nan, which is not finite" in failure
+
+
+def test_what_a_metric_raises_has_no_secret(own, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-abcdef0123456789")
+    own.refused = lambda row, prompt: {}[os.environ["JUDGE_API_KEY"]]
+    (failure,) = measure(load_metrics(["own_metrics:refused"]), [row("")], [PROMPT])[1]
+    assert failure.endswith("KeyError: '<redacted>'")
 
 
 def test_a_pattern_that_backtracks_loses_its_cell_alone(monkeypatch):

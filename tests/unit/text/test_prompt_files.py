@@ -17,7 +17,9 @@ def test_prompts_of_a_table(tmp_path, kind, mark):
     path.write_bytes(b"\xef\xbb\xbf" + "".join(mark.join(row) + "\r\n" for row in rows).encode())
     first, second = read_prompts(str(path))
     assert (first.text, first.answer, first.fields) == ('one,\n"two"\tthree', "7", {"id": "a"})
-    assert (second.text, second.answer, second.fields) == ("four", "", {"id": "b"})
+    assert (second.text, second.answer, second.fields) == ("four", None, {"id": "b"}), (
+        "no answer, which no metric scores"
+    )
     path.write_text(f"prompt{mark}answer\none\n", encoding="utf-8")
     with pytest.raises(PromptError, match=rf"prompts\.{kind}:2 has another number of values than the first line has"):
         read_prompts(str(path))

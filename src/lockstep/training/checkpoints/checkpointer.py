@@ -12,7 +12,7 @@ import jax
 
 from lockstep.errors import PeerError
 from lockstep.hosts import Hosts
-from lockstep.printable import get_logger
+from lockstep.printable import error_text, get_logger
 from lockstep.report import ReportWait
 from lockstep.storage import call_storage, storage_wait
 from lockstep.training.checkpoints.arrays import handler, merge_arrays, read_arrays, write_arrays
@@ -397,4 +397,4 @@ class Checkpointer:
 
 def _text(error: Exception) -> str:
     """The beginning of an error's text: tensorstore adds pages to it."""
-    return f"{type(error).__name__}: {error}"[:400]
+    return error_text(error, 400)

@@ -20,17 +20,18 @@ from lockstep.engine.schedule import Scheduler
 from lockstep.errors import HostError, PromptError, is_passing
 from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
-from lockstep.printable import get_logger
+from lockstep.printable import error_text, get_logger
 from lockstep.text import Prompt, cut_at_stop, decode, encode, following_tokens, text_message
 from lockstep.training.rl.environment import Environment, Message, Reply
 from lockstep.training.rl.questions import AnswerRows
-from lockstep.training.rl.rewarding import LATE, Rewards
+from lockstep.training.rl.rewarding import ERROR_LENGTH, LATE, Rewards
 from lockstep.training.rl.segments import Segment
 from lockstep.types import Completion, FinishReason, Request, SamplingParams
 
 log = get_logger(__name__)
 
 COMPONENT = "environment"  # the name of its reward among the components
+_SHOWN = 10_000  # characters of a message that no model reads
 _LOOK_S = 0.01  # seconds between two looks at the clock while nothing but environments is waited for
 
 
@@ -161,7 +162,7 @@ class EnvironmentThread:
                 except BaseException as error:  # an environment is the user's own code
                     late = isinstance(error, TimeoutError)
                     failure = _Outage if late or is_passing(error) else _Failure
-                    result = failure(LATE if late else f"{type(error).__name__}: {error}")
+                    result = failure(LATE if late else error_text(error, ERROR_LENGTH))
                 self._said.put((self._number, result))
             with contextlib.suppress(BaseException), leader_only():
                 runner.run(asyncio.wait_for(self._environment.close(), self._environment.timeout_s))
@@ -291,11 +292,13 @@ class Conversations(Arrivals):
         thread.deadline = None
         try:
             if isinstance(result, _Failure):
-                return [{"number": number, "error": result[:500], "passing": result.passing}]
+                return [{"number": number, "error": str(result), "passing": result.passing}]
             reply = result if conversation.segments else Reply(messages=result)
             if not isinstance(reply, Reply):
                 raise TypeError(f"step returned {reply!r:.200}, and must return a lockstep.training.Reply")
             messages = [dict(text_message(message)) for message in reply.messages]
+            if reply.done:
+                messages = list(map(_shortened, messages))
             tokens = [] if reply.done or conversation.last else self._tokens(conversation, messages)
             if conversation.segments and not reply.done and (conversation.last or self._room(conversation, tokens) < 1):
                 thread.end(reply)
@@ -311,7 +314,7 @@ class Conversations(Arrivals):
             json.dumps(words)
             return [words]
         except Exception as error:
-            return [{"number": number, "error": f"{type(error).__name__}: {error}"[:500]}]
+            return [{"number": number, "error": error_text(error, ERROR_LENGTH)}]
 
     def _tokens(self, conversation: Conversation, messages: Sequence[Message]) -> Sequence[int]:
         """The tokens that the model reads before its next answer."""
@@ -359,6 +362,14 @@ class Conversations(Arrivals):
         self._requests.append(
             Request(prompt_id=number, prompt_tokens=prompt_tokens, params=params, conversation=conversation.number)
         )
+
+
+def _shortened(message: dict[str, Any]) -> dict[str, Any]:
+    """A message that no model reads, as rows and other hosts have it: the result of a tool may be a whole file."""
+    content = message["content"] or ""
+    if len(content) <= _SHOWN:
+        return message
+    return {**message, "content": f"{content[:_SHOWN]}… ({len(content):,} characters)"}
 
 
 def longest_turns(params: SamplingParams, row_length: int, count: int) -> list[Request]:

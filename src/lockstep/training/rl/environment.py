@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import draccus
 
@@ -18,6 +18,9 @@ type Message = Mapping[str, Any]
 """A message of a chat: ``role``, such as ``user`` or ``tool``, and ``content``, a text."""
 type Tool = Callable[..., Any] | Mapping[str, Any]
 """A function with types and a docstring, or its schema as chat templates read it."""
+
+
+_FUNCTIONS: Final = ("tools", "questions")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,8 @@ class Environment(OpenRegistry, draccus.ChoiceRegistry):
         'Try again.'
     """
 
+    _COROUTINES: ClassVar[tuple[str, ...]] = ("reset", "step", "end", "close")
+
     max_turns: int = 8
     """The number of answers of a conversation at most. It also ends with an answer that was cut at
     ``rollout.max_new_tokens``, and where ``data.max_seq_len`` leaves no room for another one."""
@@ -84,13 +89,12 @@ class Environment(OpenRegistry, draccus.ChoiceRegistry):
         check_fields(self, "environment.")
         check_at_least(self, 1, "max_turns", block="environment.")
         check_at_least(self, 0, "timeout_s", block="environment.", fix=" seconds. The default is 30.", above=True)
-        for name in ("tools", "questions", "reset", "step", "end", "close"):
-            awaited, coroutine = name not in ("tools", "questions"), inspect.iscoroutinefunction(getattr(self, name))
-            if coroutine != awaited:
-                kind, fix = ("no", "async def") if awaited else ("a", "def")
-                raise ConfigError(
-                    f"environment: {name} of {type(self).__name__} is {kind} coroutine function. Write {fix} {name}."
-                )
+        for name in (*_FUNCTIONS, *self._COROUTINES):
+            method, awaited = getattr(self, name), name not in _FUNCTIONS
+            if inspect.iscoroutinefunction(method) != awaited or not callable(method):
+                kind = f"{'no' if awaited else 'a'} coroutine function" if callable(method) else f"{method!r:.80}"
+                fix = "async def" if awaited else "def"
+                raise ConfigError(f"environment: {name} of {type(self).__name__} is {kind}. Write {fix} {name}.")
 
     def tools(self) -> Sequence[Tool]:
         """Return the functions that the chat template describes to the model, see `ToolEnvironment`; none by default.

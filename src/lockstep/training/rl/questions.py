@@ -190,7 +190,8 @@ def iter_questions(config: GrpoDataConfig, rewards: Sequence[RewardConfig] = ())
 def _text(record: Record, kind: str, name: str) -> str:
     value = record.get(name)
     if not isinstance(value, str):
-        raise BadRow(f"needs the field {name!r} with a text (data.{kind}_field), and has {sorted(record)}")
+        has = f"it is {value!r:.80}" if name in record else f"has {sorted(record)}"
+        raise BadRow(f"needs the field {name!r} with a text (data.{kind}_field), and {has}")
     return value
 
 

@@ -9,7 +9,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,15 @@ from jaxtyping import Bool, Float
 from lockstep.errors import ConfigError, HostError, HostTimeoutError, is_passing
 from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
-from lockstep.printable import get_logger
-from lockstep.report import Row
+from lockstep.printable import error_text, get_logger
+from lockstep.report import Row, as_number
 from lockstep.text import Prompt
 from lockstep.training.rl.rewards import Reward, RewardConfig, labels
 
 type Value = float | str
 """The result of a component for an answer: a number, or an error."""
 
+ERROR_LENGTH = 500  # characters of what went wrong that travel to the other hosts
 LATE = "late"  # the error where there was no value in time
 PAUSES_S = (1.0, 2.0, 4.0)
 """Seconds between tries where a reward fails by what another try may not meet, such as a server that answers 500."""
@@ -99,11 +100,11 @@ class Scoring:
             try:
                 # What a reward changes in its fields is nobody else's.
                 value = reward(row, dataclasses.replace(prompt, fields=copy.deepcopy(prompt.fields)))
-                if inspect.iscoroutine(value):
-                    value = runner.run(value)
+                if inspect.isawaitable(value):
+                    value = runner.run(_awaited(value))
                 return as_number(value)
             except BaseException as error:  # a reward is the user's own code, and no signal comes to a thread
-                text = f"{type(error).__name__}: {error}"[:500]
+                text = error_text(error, ERROR_LENGTH)
                 if not is_passing(error):
                     return text
             if pause_s is None or self._closed:
@@ -112,14 +113,8 @@ class Scoring:
         return Outage(text)
 
 
-def as_number(value: Any) -> float:
-    """Return the value of a reward."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"returned {value!r}, which is not a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"returned {number}, which is not finite")
-    return number
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def try_rewards(rewards: Mapping[str, Reward], row: Row, prompt: Prompt, timeout_s: float) -> dict[str, str]:
@@ -216,7 +211,8 @@ class Rewarder:
                 raise HostTimeoutError(f"{outage}. Check the reward and its server, or set on_failure: default.")
             raise ConfigError(
                 f"rewards: {name} was tried on the reference answer to the first question ({row.generated_text!r}): "
-                f"{text}. A reward takes (row, prompt) and returns a finite number; correct it."
+                f"{text}. A reward takes (row, prompt) of one answer, such as row.generated_text and prompt.answer, "
+                "and returns a finite number; correct it."
             )
 
     def begin(self) -> Scoring:

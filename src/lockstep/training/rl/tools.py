@@ -4,9 +4,9 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from lockstep.printable import without_credentials
+from lockstep.printable import error_text
 from lockstep.text import ToolCall, tool_calls
 from lockstep.training.rl.environment import Environment, Message, Reply
 
@@ -43,6 +43,8 @@ class ToolEnvironment(Environment):
         ['add']
     """
 
+    _COROUTINES: ClassVar[tuple[str, ...]] = (*Environment._COROUTINES, "score")
+
     def tools(self) -> Sequence[Callable[..., Any]]:
         """Return the functions that the model may call; none by default."""
         return ()
@@ -63,14 +65,26 @@ class ToolEnvironment(Environment):
         return Reply(messages=[await self._result(call) for call in calls])
 
     async def _result(self, call: ToolCall) -> Message:
-        functions = {function.__name__: function for function in self.tools()}
+        tools = self.tools()
+        if not all(map(callable, tools)):
+            raise TypeError(f"tools() of {type(self).__name__} returned {tools!r:.200}, which are not functions")
+        functions = {function.__name__: function for function in tools}
         try:
             if call.name not in functions:
                 raise LookupError(f"there is no tool {call.name!r}, only {', '.join(functions)}")
             result = functions[call.name](**call.arguments)
             if inspect.isawaitable(result):
                 result = await result
-            content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            if isinstance(result, bytes):
+                result = result.decode(errors="replace")
+            content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
         except Exception as error:  # the model reads it, and may do better
-            content = without_credentials(f"error: {type(error).__name__}: {error}")
+            content = f"error: {error_text(error)}"
         return {"role": "tool", "name": call.name, "content": content}
+
+
+def _plain(value: Any) -> Any:
+    """A value of a result that JSON does not have: an array or a number of NumPy, a dataclass, else its text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -16,6 +16,7 @@ from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
 
 from lockstep.errors import ConfigError
+from lockstep.printable import without_secrets
 from lockstep.text import split_calls
 from lockstep.training.rl.environment import Message, Reply
 
@@ -108,7 +109,7 @@ class Tools:
                     try:
                         result = await server.call_tool(tool.name, dict(arguments))
                     except ToolError as error:
-                        return f"error: {error}"
+                        return without_secrets(f"error: {error}")
                     return "\n".join(part.text for part in result.content if part.type == "text")
         return f"error: there is no tool {name!r}"
 

@@ -30,6 +30,8 @@ class Returns(Environment):
         return self.first
 
     async def step(self, message: Any) -> Any:
+        if isinstance(self.reply, Exception):
+            raise self.reply
         return self.reply
 
 
@@ -119,6 +121,21 @@ def test_what_cannot_begin_a_conversation_says_why(environment, error):
 def test_what_cannot_follow_an_answer_says_why(reply, error):
     conversations, _ = begun(Returns(reply=reply))
     assert error in answered(conversations, "It is 3.")["error"]
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_message_that_no_model_reads_is_not_stored_whole(done):
+    huge = "x" * 100_000
+    conversations, _ = begun(Returns(reply=Reply(messages=[{"role": "user", "content": huge}], done=done)))
+    words = answered(conversations, "It is 3.")
+    (message,) = words["messages"]
+    assert words["done"] and message["content"] == f"{huge[:10_000]}… (100,000 characters)"
+
+
+def test_the_error_of_an_environment_has_no_secret(monkeypatch):
+    monkeypatch.setenv("WORLD_TOKEN", "sk-abcdef0123456789")
+    conversations, _ = begun(Returns(reply=RuntimeError("x" * 480 + "sk-abcdef0123456789")))
+    assert answered(conversations, "It is 3.")["error"] == f"RuntimeError: {'x' * 480}<re..."
 
 
 @pytest.mark.parametrize("text", ["", " ", "�é漢字 🙂"])

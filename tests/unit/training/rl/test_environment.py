@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.text import Prompt
-from lockstep.training import Environment, Reply
+from lockstep.training import Environment, Reply, ToolEnvironment
 from tests.environments import Parity
 
 
@@ -50,6 +50,17 @@ class Awaited(Parity):
         return []
 
 
+@dataclasses.dataclass(kw_only=True)
+class Listed(Parity):
+    tools = []
+
+
+@dataclasses.dataclass(kw_only=True)
+class ScoresAtOnce(ToolEnvironment):
+    def score(self, answer):
+        return 1.0
+
+
 class Undecorated(Parity):
     def __init__(self, letter):
         self.letter = letter
@@ -60,6 +71,10 @@ def test_classes_that_are_written_otherwise_are_refused():
         AtOnce()
     with pytest.raises(ConfigError, match="tools of Awaited is a coroutine function. Write def tools"):
         Awaited()
+    with pytest.raises(ConfigError, match=r"tools of Listed is \[\]. Write def tools"):
+        Listed()
+    with pytest.raises(ConfigError, match="score of ScoresAtOnce is no coroutine function. Write async def score"):
+        ScoresAtOnce()
     with pytest.raises(ConfigError, match=r"Undecorated has an __init__ of its own.* put @dataclasses.dataclass"):
         Environment.get_choice_class(f"{__name__}:Undecorated")
 

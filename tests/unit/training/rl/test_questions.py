@@ -119,6 +119,19 @@ def test_an_empty_question_is_a_bad_record(tmp_path):
     assert len(load(path, format="text", on_bad_row="skip")) == 1
 
 
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"question": 3, "answer": "x"}, r"needs the field 'question' .*\(data\.question_field\), and it is 3 "),
+        ({"question": "x", "answer": {"a": 1}}, r"needs the field 'answer' .*, and it is \{'a': 1\} "),
+    ],
+)
+def test_a_field_that_is_no_text_is_named_with_its_value(tmp_path, record, text):
+    (tmp_path / "q.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(ConfigError, match=text):
+        load(str(tmp_path / "q.jsonl"))
+
+
 def test_a_function_of_a_users_own_makes_the_prompt(tmp_path, monkeypatch):
     (tmp_path / "own_questions.py").write_text(
         "from lockstep.text import Prompt\n"

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import os
 import threading
 import urllib.error
 
@@ -14,8 +15,9 @@ from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.exits import is_retried
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.hosts.fault import failure_code
+from lockstep.report import as_number
 from lockstep.training.rl import rewarding
-from lockstep.training.rl.rewarding import LATE, Rewarder, Scoring, as_number, try_rewards
+from lockstep.training.rl.rewarding import LATE, Rewarder, Scoring, try_rewards
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests.multiprocess.harness import run_threads
 from tests.unit.training.rl.made_up import prompt, row
@@ -139,16 +141,32 @@ def test_one_that_raises_costs_its_own_value_alone():
             raise RuntimeError("the judge is out")
         return 1
 
+    class Awaited:
+        def __await__(self):
+            return (yield from asyncio.sleep(0, 4.0).__await__())
+
     async def fails(answer, question):
         raise SystemExit("no")
 
-    scoring = Scoring({"odd": odd, "fails": fails, "fine": lambda answer, question: np.float32(3)}, workers=2)
+    others = {"fine": lambda *_: np.float32(3), "awaited": lambda *_: Awaited()}
+    scoring = Scoring({"odd": odd, "fails": fails, **others}, workers=2)
     for number in range(4):
         scoring.submit(number, row("", num_tokens=number), prompt())
     found = scoring.finish(30)
     assert [found[number]["odd"] for number in range(4)] == [1.0, "RuntimeError: the judge is out"] * 2
     assert {each["fails"] for each in found.values()} == {"SystemExit: no"}
     assert {each["fine"] for each in found.values()} == {3.0}
+    assert {each["awaited"] for each in found.values()} == {4.0}
+
+
+def test_its_text_has_no_secret_of_the_environment_of_the_process(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-abcdef0123456789")
+
+    def refused(answer, question):
+        raise RuntimeError(f"401 for {os.environ['JUDGE_API_KEY']} of https://u:p@judge/?a=b")
+
+    wrong = try_rewards({"refused": refused}, row(""), prompt(), 30)
+    assert wrong == {"refused": "RuntimeError: 401 for <redacted> of https://judge/?…"}
 
 
 def test_one_that_hangs_holds_up_nothing():
@@ -181,6 +199,7 @@ def test_a_reward_cannot_launch_a_program():
         (None, "None, which is not a number"),
         ("1", "'1', which is not a number"),
         ([1], r"\[1\], which is not a number"),
+        (np.array([1.0, 2.0]), r"array\(\[1\., 2\.\]\), which is not a number"),
         (float("nan"), "nan, which is not finite"),
         (float("inf"), "inf, which is not finite"),
     ],

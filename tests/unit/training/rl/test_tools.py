@@ -1,6 +1,9 @@
 import asyncio
 import dataclasses
+import os
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
@@ -30,7 +33,7 @@ async def look_up(word: str) -> dict:
         word: The word.
     """
     if word == "secret":
-        raise ConnectionError("no reply of https://me:letmein@words.example/api?key=letmein")
+        raise ConnectionError(f"no {os.environ['WORDS_KEY']} of https://me:letmein@words.example/api?key=letmein")
     if word == "é":
         return {"é": None}
     raise LookupError("no such word")
@@ -70,7 +73,9 @@ def said(*texts):
     return asyncio.run(talk())[-1]
 
 
-def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_last():
+def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_last(monkeypatch):
+    monkeypatch.setenv("WORDS_KEY", "sk-abcdef0123456789")
+
     def written(name, arguments):
         return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
@@ -86,7 +91,7 @@ def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_las
         ("add", '{"a": 1}', "missing 1 required positional argument: 'b'"),
         ("add", '{"a": 1, "b": null}', "unsupported operand"),
         ("look_up", '{"word": "a"}', "error: LookupError: no such word"),
-        ("look_up", '{"word": "secret"}', "error: ConnectionError: no reply of https://words.example/api?…"),
+        ("look_up", '{"word": "secret"}', "error: ConnectionError: no <redacted> of https://words.example/api?…"),
     ):
         (message,) = said(written(name, arguments)).messages
         assert message["name"] == name and error in message["content"]
@@ -125,6 +130,110 @@ def test_tools_that_the_model_could_not_know_are_refused(template, tool, error):
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=error):
         set_tools(tokenizer, [tool])
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+def returned(value):
+    """What the model reads of a tool's result."""
+
+    def tool():
+        """Do it."""
+        return value
+
+    @dataclasses.dataclass(kw_only=True)
+    class One(ToolEnvironment):
+        def tools(self):
+            return [tool]
+
+    call = {"role": "assistant", "content": '<tool_call>{"name": "tool", "arguments": {}}</tool_call>'}
+    (message,) = asyncio.run(One().step(call)).messages
+    return message["content"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.float32(1.5), "1.5"),
+        (np.arange(3), "[0, 1, 2]"),
+        ({"n": np.int64(2), "at": Point(x=1)}, '{"n": 2, "at": {"x": 1}}'),
+        (b"caf\xc3\xa9 \xff", "café \ufffd"),
+        (Point, f'"{Point}"'),
+        (None, "null"),
+    ],
+)
+def test_results_are_read_as_json_has_them(value, text):
+    assert returned(value) == text
+
+
+def takes(annotation):
+    """A tool whose only argument has a type."""
+
+    def tool(a):
+        """Do it.
+
+        Args:
+            a: What.
+        """
+
+    tool.__annotations__["a"] = annotation
+    return tool
+
+
+def variadic(*words: str):
+    """Do it.
+
+    Args:
+        words: Some.
+    """
+
+
+def positional(word: str, /):
+    """Do it.
+
+    Args:
+        word: One.
+    """
+
+
+@pytest.mark.parametrize(
+    ("tools", "error"),
+    [
+        ([takes(Point)], r"the tool 'tool' .*\(a has the type Point, and a call gives what JSON has"),
+        ([takes(list[Point] | None)], "a has the type Point"),
+        ([takes(bytes)], "a has the type bytes"),
+        ([variadic], r"\*words: str has no name that a call could give a value"),
+        ([positional], r"word: str has no name that a call could give a value"),
+        ([add, add], "the environment has two tools called 'add'"),
+        (add, r"tools\(\) of the environment returned <function add .* must be a list"),
+    ],
+)
+def test_tools_that_no_call_could_use_are_refused(tools, error):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = HERMES
+    with pytest.raises(ConfigError, match=error):
+        set_tools(tokenizer, tools)
+
+
+@pytest.mark.parametrize("annotation", [Literal["a", "b"], dict[str, list[int]], int | None, tuple[int, str], Any])
+def test_arguments_may_be_what_json_has(annotation):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = HERMES
+    set_tools(tokenizer, [takes(annotation)])
+
+
+def test_an_environment_that_calls_tools_needs_functions():
+    @dataclasses.dataclass(kw_only=True)
+    class Described(ToolEnvironment):
+        def tools(self):
+            return [{"type": "function", "function": {"name": "add"}}]
+
+    call = {"role": "assistant", "content": '<tool_call>{"name": "add", "arguments": {}}</tool_call>'}
+    with pytest.raises(TypeError, match=r"tools\(\) of Described returned .*'add'.*, which are not functions"):
+        asyncio.run(Described().step(call))
 
 
 def test_an_environment_says_how_it_scores():
