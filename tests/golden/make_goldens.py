@@ -9,7 +9,7 @@ Needs a Python of its own, because the tests run without torch. Made with Python
 The families from gemma2 on are of transformers 5.24.0, those with experts up to deepseek_v3_lite of torch 2.14.1 and
 transformers 5.12.1 (whose deepseek_v2 leaves out the factor of scores of YaRN);
 families named after the command are made alone; ``variants`` makes ``variants.npz``, the logits of `variants.py` (torch
-2.13.0, transformers 5.12.1, ml_dtypes 0.5). From gemma2 on their
+2.13.0, transformers 5.12.1, ml_dtypes 0.5; ``yarn_in_layers_with_a_window`` of 5.24.0). From gemma2 on their
 ``golden.npz`` also has ``generated`` int32 [2, 20], the tokens of greedy decoding with transformers' cache.
 
 Each family gets ``<family>/config.json``, bfloat16 weights (one file; mistral: several files with an index) and
@@ -39,6 +39,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -306,6 +307,23 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         q_lora_rank=None,
         rms_norm_eps=1e-2,
         rope_parameters={"rope_type": "default", "rope_theta": 200.0},
+    ),
+    # Layers with a window turn at another speed, and their scores have no factor of YaRN.
+    "olmo3": Olmo3Config(
+        **{**ODD, "hidden_size": 60, "num_hidden_layers": 5},
+        sliding_window=5,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 200.0,
+                "factor": 4.0,
+                "beta_fast": 2.0,
+                "original_max_position_embeddings": 16,
+                "attention_factor": 1.3,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        eos_token_id=0,
     ),
 }
 
