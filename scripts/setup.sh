@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venv with Python 3.12 or 3.13 and the pinned packages. Does nothing when it is already as it should be. It needs some
+# Makes .venv with Python 3.12, 3.13 or 3.14 and the pinned packages. Does nothing when it is already as it should be. It needs some
 # python3, 3.8 or newer: where no other one is there, uv fetches a Python.
 #   scripts/setup.sh [EXTRA ...]     extras of pyproject.toml, "dev" unless told otherwise
 #   scripts/setup.sh --uv            only say where uv is, installed if the machine has none
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-versions=(3.12 3.13)
+versions=(3.12 3.13 3.14)
 venv=.venv
 own_uv=build/uv # where uv is put where the machine has none
 extras=("${@:-dev}")

@@ -67,7 +67,7 @@ P
 at_user() { # another one, without rights, whose files are for nobody else, and whose environment is empty
   id lockstep-tests >/dev/null 2>&1 || useradd --create-home lockstep-tests || exit
   folder=/home/lockstep-tests/lockstep path=/usr/local/bin:/usr/bin:/bin
-  start=(runuser -u lockstep-tests -- env -i HOME=/home/lockstep-tests "PATH=$path" bash -c 'umask 077; exec "$@"' -)
+  start=("$(command -v runuser)" -u lockstep-tests -- env -i HOME=/home/lockstep-tests "PATH=$path" bash -c 'umask 077; exec "$@"' -)
 }
 
 try() { # in a shell of its own

@@ -1,5 +1,6 @@
 """Extras that an environment of tests may lack."""
 
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -13,3 +14,9 @@ NEEDS_VERIFIERS = pytest.mark.skipif(find_spec("verifiers") is None, reason="the
 """The mark of a test of environments of verifiers."""
 NEEDS_OPENENV = pytest.mark.skipif(find_spec("openenv") is None, reason="openenv-core is not installed")
 """The mark of a test of environments of OpenEnv."""
+
+NEEDS_DRACCUS_PARSE = pytest.mark.skipif(
+    sys.version_info >= (3, 14),
+    reason="on Python 3.14 draccus 0.11.6 says that `int | None` is not callable",
+)
+"""For tests of a user's script that reads its command line by draccus; ours is read without it."""

@@ -3,6 +3,7 @@
 import argparse
 import collections.abc
 import dataclasses
+import enum
 import functools
 import os
 import types
@@ -56,6 +57,52 @@ def check_fields(config: Any, block: str = "") -> None:
         value = _checked(before, kinds, f"{block}{name}")
         if value is not before:
             object.__setattr__(config, name, value)
+
+
+def encode_config(config: Any, *kinds: Any) -> Any:
+    """Return a configuration as JSON values, with the ``type`` of each block that has choices.
+
+    `draccus.encode` leaves the types out in a list where one block may stand too, and fails on Python 3.14 where a
+    field is a path or null.
+
+    Args:
+        kinds: The types that the place of the configuration may have, as the base of all models.
+
+    Raises:
+        ConfigError: A value is of another library.
+    """
+    if dataclasses.is_dataclass(config):
+        cls: Any = type(config)
+        inner = _kinds_of_fields(cls)
+        values = {
+            field.name: encode_config(getattr(config, field.name), *inner.get(field.name, ()))
+            for field in dataclasses.fields(config)
+        }
+        return {"type": cls.get_choice_name(cls)} | values if any(map(_has_choices, kinds)) else values
+    of_items = [
+        member
+        for kind in kinds
+        if _origin(kind) in (list, tuple, dict, collections.abc.Mapping)
+        for item in typing.get_args(kind)
+        for member in _members(item)
+    ]
+    if isinstance(config, collections.abc.Mapping):
+        return {key: encode_config(value, *of_items) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [encode_config(item, *of_items) for item in config]
+    if isinstance(config, os.PathLike | enum.Enum):
+        return os.fspath(config) if isinstance(config, os.PathLike) else config.name
+    if config is None or isinstance(config, bool | int | float | str):
+        return config
+    raise ConfigError(
+        f"a configuration has {config!r:.200}, of {type(config).__name__}, which no run can write down. Use "
+        "numbers, texts, lists, mappings, paths, enums and dataclasses."
+    )
+
+
+def _has_choices(kind: Any) -> bool:
+    """Whether a block of a type is one of several, by its ``type``; not where the type is one of them."""
+    return hasattr(kind, "get_known_choices") and kind not in kind.get_known_choices().values()
 
 
 @functools.cache

@@ -4,27 +4,40 @@ import argparse
 import collections.abc
 import contextlib
 import dataclasses
+import enum
 import importlib
+import json
 import re
 import time
 import types
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 
+import draccus
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from beartype.door import is_bearable
 
 from lockstep import InferenceEvalConfig, Request, SamplingParams
-from lockstep.config_fields import FilePath, check_fields, option_path
-from lockstep.configuration import choices_of, decode_config, default_value, options_of
+from lockstep.config_fields import FilePath, check_fields, encode_config, option_path
+from lockstep.configuration import choices_of, decode_config, default_value, options_of, read_yaml
 from lockstep.errors import ConfigError
 from lockstep.main.commands import COMMANDS, configured_commands
-from lockstep.models import LlamaConfig, RotaryConfig
+from lockstep.main.runs import SampleConfig
+from lockstep.models import LlamaConfig, ModelConfig, RotaryConfig
 from lockstep.report import TrackerConfig
+from lockstep.report.trackers import JsonlTrackerConfig, WandbTrackerConfig
 from lockstep.report.trackers.tensorboard import TensorboardTrackerConfig
-from lockstep.training import PreferenceObjective, RewardConfig, TrainerConfig
+from lockstep.training import (
+    PreferenceObjective,
+    RewardConfig,
+    TrainerConfig,
+    TrainGrpoConfig,
+    TrainLmConfig,
+    TrainSimpoConfig,
+)
 
 
 def configurations(cls):
@@ -369,3 +382,41 @@ def test_many_tokens_are_looked_at_at_once():
     begin = time.process_time()
     assert Request(prompt_id=0, prompt_tokens=tokens, params=SamplingParams(max_new_tokens=1)).prompt_tokens is tokens
     assert time.process_time() - begin < 2
+
+
+COMMANDS_BY_FILE = {
+    "config/demo.yaml": TrainLmConfig,
+    "config/grpo_demo.yaml": TrainGrpoConfig,
+    "config/simpo_tiny.yaml": TrainSimpoConfig,
+    "config/sampler/demo.yaml": SampleConfig,
+}
+
+
+@pytest.mark.parametrize("file", COMMANDS_BY_FILE)
+def test_what_is_encoded_is_decoded_again(file):
+    config = decode_config(COMMANDS_BY_FILE[file], read_yaml(file)[0], file)
+    values = json.loads(json.dumps(encode_config(config)))
+    assert decode_config(COMMANDS_BY_FILE[file], values, "the values") == config
+
+
+@pytest.mark.parametrize("name", ModelConfig.get_known_choices())
+def test_a_model_is_encoded_as_by_draccus(name):
+    config = ModelConfig.get_choice_class(name)()
+    assert repr(encode_config(config, ModelConfig)) == repr(draccus.encode(config, ModelConfig))
+
+
+def test_a_block_has_its_type_in_a_list_too():
+    trackers = JsonlTrackerConfig(), WandbTrackerConfig(mode="offline")
+    assert encode_config(trackers[0]) == {}, "where nothing else can be"
+    assert encode_config(trackers[0], TrackerConfig) == {"type": "jsonl"}
+    encoded = encode_config(TrainerConfig(tracker=trackers))["tracker"]
+    assert [tracker["type"] for tracker in encoded] == ["jsonl", "wandb"]
+    assert encoded[1]["mode"] == "offline"
+
+
+def test_a_configuration_with_an_object_of_another_library_is_refused():
+    assert encode_config({"a": (Path("b"), enum.Enum("Colour", "RED").RED, 1.5, None)}) == {
+        "a": ["b", "RED", 1.5, None]
+    }
+    with pytest.raises(ConfigError, match="of SimpleNamespace, which no run can write down. Use numbers"):
+        encode_config([SimpleNamespace()])

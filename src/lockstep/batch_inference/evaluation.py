@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-import draccus
 from rich.table import Table
 
 from lockstep.batch_inference.checkpoint import Checkpoint, checkpoint_at, load
 from lockstep.batch_inference.config import JobConfig
 from lockstep.callback.evaluation import PREFIX, TaskResults, TaskRounds, TasksConfig
-from lockstep.config_fields import FilePath, check_fields
+from lockstep.config_fields import FilePath, check_fields, encode_config
 from lockstep.engine import EngineConfig
 from lockstep.errors import ConfigError, LockstepError, check_log_dir, refuse_keys
 from lockstep.files import check_file, write_file
@@ -168,7 +167,7 @@ class _Output:
             check_file(path)
         # Another evaluation is another W&B run: that of the last one has rows of the same step.
         (run_dir / WANDB_RUN).unlink(missing_ok=True)
-        built = build_tracker(config.trainer.tracker, run_dir, name, draccus.encode(config))
+        built = build_tracker(config.trainer.tracker, run_dir, name, encode_config(config))
         self._tracker = BackgroundTracker(built, leader_only)
 
     def write(self, results: TaskResults) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import draccus
 import jax
 import numpy as np
 from jaxtyping import Int
@@ -49,6 +48,7 @@ from lockstep.batch_inference.summary import (
     log_job,
     summary_table,
 )
+from lockstep.config_fields import encode_config
 from lockstep.errors import check_log_dir
 from lockstep.hosts import (
     Hosts,
@@ -125,7 +125,7 @@ class _Run:
         tracker: Tracker = NoopTracker()
         with hosts.run_on_all("tracker"):
             if hosts.is_leader:
-                built = build_tracker(config.trainer.tracker, self.run_dir, self.run_dir.name, draccus.encode(config))
+                built = build_tracker(config.trainer.tracker, self.run_dir, self.run_dir.name, encode_config(config))
                 tracker = BackgroundTracker(built, leader_only, finish_s=min(FINISH_S, hosts.timeout_s / 2))
         with closing_on_leader(hosts, lambda: _report("closing the tracker", tracker.finish)):
             present = int(present_rows.sum())

@@ -9,10 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import draccus
 import jax
 
-from lockstep.config_fields import check_fields
+from lockstep.config_fields import check_fields, encode_config
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.hosts.exchange import digest
 from lockstep.hosts.tls import TlsConfig
@@ -223,7 +222,7 @@ def config_digest(config: Any) -> str:
         config: A configuration with a ``trainer.distributed`` block, which may tell each process its own number and
             so is left out.
     """
-    values = draccus.encode(config)
+    values = encode_config(config)
     del values["trainer"]["distributed"]
     return digest(repr(values))
 

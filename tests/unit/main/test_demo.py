@@ -205,7 +205,7 @@ def test_a_run_that_fails_has_its_own_words(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--steps", "0"], "--steps is 0; it must be at least 1"), (["--processes", "3"], "invalid choice: 3")],
+    [(["--steps", "0"], "--steps is 0; it must be at least 1"), (["--processes", "3"], "invalid choice: '?3")],
 )
 def test_what_cannot_work_is_refused(monkeypatch, tmp_path, arguments, message):
     with pytest.raises(ConfigError, match=message):

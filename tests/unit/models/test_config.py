@@ -25,6 +25,7 @@ from lockstep.models import (
     layer_kinds,
     padded_vocab_size,
 )
+from tests.extras import NEEDS_DRACCUS_PARSE
 from tests.unit.engine.models import LLAMA, mesh_of, mixed_requests, model_on
 
 SMALL: dict[str, Any] = {
@@ -48,6 +49,7 @@ def parse(tmp_path: Path, yaml: str, *arguments: str) -> ModelConfig:
     return draccus.parse(Script, config_path=str(file), args=list(arguments)).model
 
 
+@NEEDS_DRACCUS_PARSE
 @pytest.mark.parametrize(
     ("name", "cls"),
     [("llama", LlamaConfig), ("mistral", MistralConfig), ("qwen2", Qwen2Config), ("qwen3", Qwen3Config)],
@@ -91,12 +93,14 @@ def test_every_type_is_read_from_yaml(tmp_path: Path, name: str, cls: type[Llama
     assert (config.qkv_bias, config.qk_norm) == (name == "qwen2", name == "qwen3")
 
 
+@NEEDS_DRACCUS_PARSE
 def test_a_written_config_reads_back(tmp_path: Path) -> None:
     config = Script(model=Qwen3Config(**SMALL, rope=RotaryConfig(scaling=Llama3Scaling())))
     (tmp_path / "config.yaml").write_text(draccus.dump(config))
     assert draccus.parse(Script, config_path=str(tmp_path / "config.yaml"), args=[]) == config
 
 
+@NEEDS_DRACCUS_PARSE
 def test_an_unknown_key_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(draccus.utils.DecodingError, match="hidden_size"):
         parse(tmp_path, "model: {type: llama, hidden_size: 64}")
@@ -150,6 +154,7 @@ def test_an_odd_mesh_can_split_the_vocabulary_too() -> None:
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
+@NEEDS_DRACCUS_PARSE
 def test_layer_types_are_read_from_yaml(tmp_path: Path) -> None:
     yaml = """
         model:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from lockstep.config_fields import encode_config
 from lockstep.errors import ConfigError
 from lockstep.json_text import refused
 from lockstep.models import (
@@ -76,8 +77,8 @@ def model_spec(config: LlamaConfig, vocab_size: int, adapters: SavedAdapters | N
         >>> lockstep.training.model_spec(small, len(tokenizer))["config"]["type"]
         'llama'
     """
-    spec = {"config": draccus.encode(config, ModelConfig), "vocab_size": vocab_size}
-    return spec if adapters is None else spec | {"adapters": hide_credentials(draccus.encode(adapters))}
+    spec = {"config": encode_config(config, ModelConfig), "vocab_size": vocab_size}
+    return spec if adapters is None else spec | {"adapters": hide_credentials(encode_config(adapters))}
 
 
 def save_tokenizer(path: str, tokenizer: SavesTokenizer) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import draccus
 from jax.sharding import Mesh
 
 from lockstep.callback import SampleCallback
+from lockstep.config_fields import encode_config
 from lockstep.errors import check_log_dir
 from lockstep.hosts import Hosts, config_digest, leader_only, try_leader_only
 from lockstep.models import LlamaConfig, padded_vocab_size
@@ -88,7 +88,7 @@ def open_run(config: TrainConfig, hosts: Hosts) -> OpenRun:
     with hosts.run_on_all("tracker"):
         if hosts.is_leader:
             take_leases(config.trainer, run_dir)
-            built = start_tracker(config.trainer, run_dir, draccus.encode(config))
+            built = start_tracker(config.trainer, run_dir, encode_config(config))
             # The others wait for the leader at their end, at most timeout_s.
             tracker = BackgroundTracker(built, leader_only, finish_s=min(FINISH_S, hosts.timeout_s / 2))
     return OpenRun(**vars(run), rows=rows, validation=validation, run_dir=run_dir, tracker=tracker)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import draccus
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.evaluation import PREFIX as TASKS_PREFIX
+from lockstep.config_fields import encode_config
 from lockstep.hosts import Hosts, closing_on_leader, giving_back_leases
 from lockstep.models import split_trained
 from lockstep.printable import get_logger, hide_credentials, print_lines
@@ -98,7 +98,7 @@ def _trainer(config: TrainConfig, run: OpenRun, hosts: Hosts) -> Trainer:
         run=RunRecord(
             directory=run.run_dir,
             facts=run.facts,
-            config=hide_credentials(draccus.encode(config)),
+            config=hide_credentials(encode_config(config)),
             model=model_spec(run.model_config, run.token_ids, run.adapters),
         ),
     )

@@ -46,6 +46,7 @@ from lockstep.models.families.qwen3_5_moe import Qwen35MoeConfig
 from lockstep.models.families.qwen3_next import Qwen3NextConfig, Qwen3NextVariant
 from lockstep.models.families.registry import FAMILIES as REGISTERED
 from lockstep.models.latent import Latent
+from tests.extras import NEEDS_DRACCUS_PARSE
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 SIZES: dict[str, Any] = {
@@ -749,6 +750,7 @@ class Script:
     model: ModelConfig
 
 
+@NEEDS_DRACCUS_PARSE
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "olmo2", "olmo3", "phi3"])
 def test_a_switch_in_yaml_leaves_the_others_as_the_family_has_them(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"model: {{type: {family}, num_layers: 7, variant: {{logit_soft_cap: 9.0}}}}")

@@ -268,7 +268,7 @@ def test_two_jobs_that_save_to_a_path_do_not_spoil_each_other(killed: bool, tmp_
 
 @pytest.mark.nightly
 def test_transformers_computes_every_saved_family(tmp_path: Path) -> None:
-    """With the Python of make_goldens.py, which TORCH_PYTHON names: the tests run without torch."""
+    """With the Python of make_goldens.py: ``LOCKSTEP_TEST_KEEP=TORCH_PYTHON TORCH_PYTHON=PATH``."""
     if (python := os.environ.get("TORCH_PYTHON")) is None:
         pytest.skip("TORCH_PYTHON names no Python with torch and transformers 5.24")
     families = [file.parent.name for file in GOLDEN.glob("*/golden.npz") if file.parent.name != "reward_model"]

@@ -88,7 +88,7 @@ def test_one_tracker_or_a_list_from_yaml():
         JsonlTrackerConfig(),
         WandbTrackerConfig(mode="offline", tags=("a",)),
     )
-    assert draccus.parse(Config, args=["--tracker.type", "wandb"]).tracker == WandbTrackerConfig()
+    assert parse("tracker: {type: wandb}") == WandbTrackerConfig()
 
 
 @pytest.mark.parametrize(

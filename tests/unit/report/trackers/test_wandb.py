@@ -130,7 +130,9 @@ def offline_run(tmp_path_factory):
     result = subprocess.run(
         [sys.executable, "-c", OFFLINE_RUN, str(directory / "run")], capture_output=True, text=True, cwd=directory
     )
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    # At the end of a process on Python 3.14 wandb shuts OpenTelemetry down twice.
+    logged = "shutdown can only be called once\n" if sys.version_info >= (3, 14) else ""
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", logged)
     assert [path.name for path in directory.iterdir()] == ["run"]
     assert [path.name for path in (directory / "run").iterdir()] == ["wandb"], "no id of it is kept"
     (run,) = directory.glob("run/wandb/offline-run-*")
