@@ -223,7 +223,7 @@ GLM_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_laye
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3"), Family()),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
-    "olmo2": Family(norms=OLMO_NORMS, norm_over_heads=True),
+    **dict.fromkeys(("olmo2", "olmo3"), Family(norms=OLMO_NORMS, norm_over_heads=True)),
     "glm4": Family(norms=GLM_NORMS, interleaved=True),
     "glm4_moe": Family(mlp=glm_moe),
     "deepseek_v3": Family(mlp=glm_moe),
@@ -267,6 +267,7 @@ def frequencies(rope: Config, head: int) -> tuple[Array, float]:
             slowed = np.clip((np.arange(rotated // 2) - low) / max(high - low, 0.001), 0, 1)
             angles = slowed * angles / factor + (1 - slowed) * angles
             attention = 0.1 * math.log(factor) + 1
+            attention = rope.get("attention_factor", attention)
             if rope.get("mscale_all_dim"):  # DeepSeek multiplies scores instead
                 attention = (0.1 * rope["mscale"] * math.log(factor) + 1) / (
                     0.1 * rope["mscale_all_dim"] * math.log(factor) + 1

@@ -130,6 +130,7 @@ VARIANTS: dict[str, Variant] = {
     "yarn_mscale": _rope({**YARN, "mscale": 0.707, "mscale_all_dim": 1.0}),
     "yarn_one_mscale": _rope({**YARN, "mscale": 0.707}),
     "yarn_factor_null": _rope({**YARN, "factor": None}),
+    "yarn_in_layers_with_a_window": Variant("cohere2", {"rope_parameters": {**YARN, "rope_theta": 300.0}}),
     "yarn_betas": _rope({**YARN, "beta_fast": 16, "beta_slow": 2, "truncate": False}),
     "gemma3_scaling_beside": Variant(
         "gemma3",

@@ -7,6 +7,7 @@ may have wrong.
 import dataclasses
 import math
 import types
+from collections.abc import Sequence
 from typing import Any, Final, get_args
 
 import jax
@@ -21,6 +22,7 @@ from lockstep.models.delta_rule import DeltaGates, DeltaState, gated_delta
 from lockstep.models.experts import Scoring
 from lockstep.models.latent import LatentQueries, expanded
 from lockstep.models.layers import Attend, Ops, feed_forward, first_stream, last_stream, layer
+from lockstep.models.rope import RotaryConfig
 from lockstep.models.weight_sizes import sizes_of
 from lockstep.models.weights import ATTENTION_WEIGHTS, LINEAR_WEIGHTS, SPLIT_DELTA, WEIGHT_AXES, DecoderWeights
 
@@ -68,7 +70,7 @@ def settings_of(config: LlamaConfig) -> Settings:
         "norm_offset": np.float32(config.norm.offset),
         "linear_norm_offset": np.float32(0.0),
         "embed_scale": np.float32(config.embed_scale or 1.0),
-        "attention_scale": np.float32(config.attention_scale or config.head_size**-0.5),
+        "attention_scale": np.float32(variant.attention_scale or config.head_size**-0.5),
         "attention_cap": np.float32(variant.attention_soft_cap or 0.0),  # 0 for none
         "logit_cap": np.float32(variant.logit_soft_cap or 0.0),
         "activation": np.int32(ACTIVATIONS.index(variant.activation) if known else 0),
@@ -87,10 +89,18 @@ def settings_of(config: LlamaConfig) -> Settings:
 
 
 def of_layers(config: LlamaConfig, kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
-    """Radians per token ``[layer, half_head]`` and positions that a query attends to ``[layer]``."""
+    """Those of `of_ropes`, and the positions that a query attends to ``[layer]``."""
     return {
-        "frequencies": np.stack([rotary_frequencies(config, kind.rope) for kind in kinds]),
+        **of_ropes(config, [kind.rope for kind in kinds]),
         "window": np.array([kind.window or NO_WINDOW for kind in kinds], np.int32),
+    }
+
+
+def of_ropes(config: LlamaConfig, ropes: Sequence[RotaryConfig]) -> dict[str, Any]:
+    """Radians per token ``[layer, half_head]``, and factors of attention scores ``[layer]``."""
+    return {
+        "frequencies": np.stack([rotary_frequencies(config, rope) for rope in ropes]),
+        "score_factor": np.array([rope.score_factor for rope in ropes], np.float32),
     }
 
 
@@ -129,13 +139,13 @@ def adjustable_logits(
     distance = position[:, None] - position
 
     def run(x: Array, inputs: Any) -> tuple[Array, None]:
-        parts, frequencies, window = inputs
+        parts, frequencies, factor, window = inputs
         w: Any = types.SimpleNamespace(**parts)
         angles = block.rope_angles(position, [frequencies])
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             scores = jnp.einsum("btkgh,bskh->bkgts", q, k)
-            scores = _capped(scores * settings["attention_scale"], settings["attention_cap"])
+            scores = _capped(scores * (settings["attention_scale"] * factor), settings["attention_cap"])
             scores = jnp.where((distance >= 0) & (distance < window), scores, -jnp.inf)
             if w.sinks is not None:
                 nothing = jnp.broadcast_to(w.sinks.reshape(*q.shape[2:4], 1, 1), (*scores.shape[:-1], 1))
@@ -166,7 +176,8 @@ def adjustable_logits(
         return answer
 
     x = first_stream(ops, config, weights, settings["embed_scale"] * weights.embed[ids])
-    x, _ = jax.lax.scan(run, x, (_layers(config, weights, settings), settings["frequencies"], settings["window"]))
+    of_layer = (settings[name] for name in ("frequencies", "score_factor", "window"))
+    x, _ = jax.lax.scan(run, x, (_layers(config, weights, settings), *of_layer))
     output = weights.embed.T
     if weights.lm_head is not None:
         output = jnp.where(settings["tied"], output, weights.lm_head)

@@ -160,17 +160,6 @@ class LlamaConfig(ModelConfig):
             )
         if self.variant.wide_qk_norm and not self.qk_norm:
             raise ConfigError("variant.wide_qk_norm is true, qk_norm is false: there is no norm. Set qk_norm to true.")
-        sliding = self.variant.sliding_rope
-        if sliding is not None and sliding.score_factor != self.rope.score_factor:
-            raise ConfigError(
-                f"rope scales attention scores by {self.rope.score_factor:.6g} and variant.sliding_rope by "
-                f"{sliding.score_factor:.6g}; it must be one factor for all layers. Give both the same yarn, or none."
-            )
-        if self.rope.score_factor != 1 and not self.variant.full_rope:
-            raise ConfigError(
-                f"rope.yarn has a factor of attention scores, {self.rope.score_factor:.6g}, for all layers, and those "
-                "with full attention have no rope (variant.full_rope is false). Set yarn to null, or full_rope to true."
-            )
         rotated = self.rope.rotated(self.rotary_size)
         if rotated % 2 or rotated < 2:
             raise ConfigError(
@@ -215,9 +204,17 @@ class LlamaConfig(ModelConfig):
 
     @property
     def attention_scale(self) -> float | None:
-        """The factor of attention scores, with that of the rotary scaling; None for ``head_size ** -0.5``."""
-        scale, factor = self.variant.attention_scale, self.rope.score_factor
+        """The factor of attention scores, with `score_factor`; None for ``head_size ** -0.5``."""
+        scale, factor = self.variant.attention_scale, self.score_factor
         return scale if factor == 1 else (scale or self.head_size**-0.5) * factor
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of attention scores that comes with the rotary scaling of all layers; 1 where layers differ in it,
+        whose angles have `rotary_amplitudes`.
+        """
+        factors = {kind.rope.score_factor for kind in layer_kinds(self)}
+        return factors.pop() if len(factors) == 1 else 1.0
 
     @property
     def norm(self) -> block.Norm:
@@ -323,6 +320,12 @@ def every_nth_full(layers: int, every: int, other: LayerType = "sliding_attentio
 def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) -> Float[np.ndarray, " half_head"]:
     """Return the rotary frequency of each pair of elements of a head, in radians per token; None: ``config.rope``."""
     return (config.rope if rope is None else rope).frequencies(config.rotary_size)
+
+
+def rotary_amplitudes(config: LlamaConfig, ropes: Sequence[RotaryConfig]) -> Float[np.ndarray, " kind"] | None:
+    """The factor of the cosines and sines of each kind of layers; None where it is 1 for all (`score_factor`)."""
+    amplitudes = [math.sqrt(rope.score_factor / config.score_factor) for rope in ropes]
+    return None if set(amplitudes) == {1.0} else np.asarray(amplitudes, np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,12 @@ from lockstep.models.adjustable import (
     Settings,
     attention_kinds,
     of_layers,
+    of_ropes,
     settings_of,
     units_of,
 )
 from lockstep.models.attention import NO_WINDOW
-from lockstep.models.config import LayerKind, LlamaConfig, distinct, layer_kinds, rotary_frequencies
+from lockstep.models.config import LayerKind, LlamaConfig, distinct, layer_kinds
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
 from lockstep.models.rope import Llama3Scaling, RotaryConfig
@@ -88,17 +89,9 @@ def is_now(name: str, value: Any, better: Any) -> str:
 
 
 def _positions(config: LlamaConfig, base: Settings) -> Iterator[Guess]:
-    """Other rotary embeddings, with the factor of attention scores that they bring."""
+    """Other rotary embeddings, with the factors of attention scores that they bring."""
     for text, ropes in _ropes(config):
-        factors = {rope.score_factor for rope in ropes}
-        factor = (factors.pop() if len(factors) == 1 else config.rope.score_factor) / config.rope.score_factor
-        yield (
-            text,
-            {
-                "frequencies": np.stack([rotary_frequencies(config, rope) for rope in ropes]),
-                "attention_scale": np.float32(base["attention_scale"] * factor),
-            },
-        )
+        yield text, of_ropes(config, ropes)
     yield "rotary embeddings: the model has none", {"frequencies": np.zeros_like(base["frequencies"])}
     interleaved = config.variant.interleaved_rope
     better = "False" if interleaved else "True, for the model rotates neighbouring elements of a head"
@@ -134,10 +127,9 @@ def _scales(config: LlamaConfig, base: Settings) -> Iterator[Guess]:
     if config.latent is not None:
         scales |= {config.latent.qk_nope_head_dim**-0.5, config.latent.size**-0.5}
     for scale in sorted(scales):
-        factor = scale * config.rope.score_factor
-        if not math.isclose(factor, base["attention_scale"], rel_tol=1e-5):
+        if not math.isclose(scale, base["attention_scale"], rel_tol=1e-5):
             text = is_now("variant.attention_scale", variant.attention_scale, f"{scale:.6g}")
-            yield text, {"attention_scale": np.float32(factor)}
+            yield text, {"attention_scale": np.float32(scale)}
     for field, setting, caps in (
         ("attention_soft_cap", "attention_cap", (None, 20.0, 30.0, 50.0)),
         ("logit_soft_cap", "logit_cap", (None, 15.0, 20.0, 30.0, 50.0)),

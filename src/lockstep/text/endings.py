@@ -21,7 +21,7 @@ END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|ca
 _END, _RETURN = "<|end|>", "<|return|>"  # with both (gpt-oss) `<|end|>` ends a message, and a turn has several
 ENDING_FILES = ("generation_config.json", "config.json")
 """The files of a checkpoint that may say where an answer ends, in the order in which transformers asks them."""
-_KEY = "eos_token_id"
+_KEY, _TEXTS = "eos_token_id", "stop_strings"
 _ATTRIBUTE = "lockstep_ending"  # the attribute of a tokenizer that has what `read_ending` returned at its loading
 
 
@@ -32,10 +32,14 @@ class Ending:
     Args:
         ids: The token ids; empty where no file says any.
         file: The file that says so, for messages.
+        texts: The texts; empty where no file says any.
+        texts_file: See ``file``.
     """
 
     ids: tuple[int, ...] = ()
     file: str = ""
+    texts: tuple[str, ...] = ()
+    texts_file: str = ""
 
 
 def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
@@ -62,7 +66,7 @@ def stop_sources(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     sources: dict[int, str] = {}
     if tokenizer.eos_token_id is not None:
         sources[int(tokenizer.eos_token_id)] = "the tokenizer"
-    ending = vars(tokenizer).get(_ATTRIBUTE) or read_ending(str(tokenizer.name_or_path))
+    ending = ending_of(tokenizer)
     largest = max(vocab.values(), default=-1)
     for token in ending.ids:
         if token > largest:
@@ -80,25 +84,43 @@ def keep_ending(tokenizer: "PreTrainedTokenizerBase", ending: Ending) -> None:
     vars(tokenizer)[_ATTRIBUTE] = ending
 
 
+def ending_of(tokenizer: "PreTrainedTokenizerBase") -> Ending:
+    """The end of an answer as the files of a tokenizer's checkpoint say, or those beside it."""
+    kept: Ending | None = vars(tokenizer).get(_ATTRIBUTE)
+    return kept or read_ending(str(tokenizer.name_or_path))
+
+
 def read_ending(*places: str) -> Ending:
-    """Read what the first of some places with an ``eos_token_id`` says.
+    """Read what the first of some places with an ``eos_token_id`` says, and the ``stop_strings`` up to there.
 
     Args:
         places: Directories, URLs or names on the Hugging Face hub, which is not asked for a ``config.json``.
 
     Raises:
-        ConfigError: A file cannot be parsed, or its ``eos_token_id`` is neither a token id nor a list of them.
+        ConfigError: A file cannot be parsed, or its ``eos_token_id`` is neither a token id nor a list of them, or its
+            ``stop_strings`` no texts.
     """
+    texts: dict[str, Any] = {}
     for place in places:
         for name in ENDING_FILES:
             file, settings = _settings(place, name)
+            if name == ENDING_FILES[0] and not texts and settings.get(_TEXTS):
+                texts = {"texts": _texts(settings[_TEXTS], file), "texts_file": file}
             listed = settings.get(_KEY, (settings.get("text_config") or {}).get(_KEY))
             ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
             if wrong := [token for token in ids if type(token) is not int or not 0 <= token < 2**31]:
                 raise ConfigError(f"{file} has {_KEY} {wrong[0]!r}, which is no token id. Mend it.")
             if ids:
-                return Ending(ids=tuple(ids), file=file)
-    return Ending()
+                return Ending(ids=tuple(ids), file=file, **texts)
+    return Ending(**texts)
+
+
+def _texts(stated: Any, file: str) -> tuple[str, ...]:
+    """The ``stop_strings`` of a file: a text, or a list of them."""
+    texts = stated if isinstance(stated, list) else [stated]
+    if wrong := [text for text in texts if not isinstance(text, str) or not text]:
+        raise ConfigError(f"{file} has {_TEXTS} {wrong[0]!r}, which is no text. Mend it.")
+    return tuple(texts)
 
 
 def _settings(place: str, name: str) -> tuple[str, dict[str, Any]]:

@@ -104,7 +104,8 @@ def load_tokenizer(
             raise ConfigError(place_of(str(error))) from error
     if is_copied:
         tokenizer.name_or_path = name
-    keep_ending(tokenizer, dataclasses.replace(ending, file=place_of(ending.file)))
+    ending = dataclasses.replace(ending, file=place_of(ending.file), texts_file=place_of(ending.texts_file))
+    keep_ending(tokenizer, ending)
     return tokenizer
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
+from lockstep.text.endings import ending_of
 from lockstep.text.tokenizer import context_of, decode, special_tokens
 
 if TYPE_CHECKING:
@@ -37,11 +38,18 @@ class StopFinder:
         self._bytes = frozenset(vocab[name] for name in byte_names if name in vocab)
 
     def check(self, stops: Sequence[str]) -> None:
-        """Check that every stop string can be found.
+        """Check that every stop string can be found, and that those of the checkpoint are not passed over.
 
         Raises:
-            ConfigError: A stop string has the name of a special token, which has no text.
+            ConfigError: A stop string has the name of a special token, which has no text; or there is none, and the
+                ``generation_config.json`` of the checkpoint has some.
         """
+        ending = ending_of(self._tokenizer)
+        if ending.texts and not stops:
+            raise ConfigError(
+                f"{ending.texts_file} has stop_strings {list(ending.texts)}, and stop is empty: answers would go on "
+                f"beyond them. Set stop to {list(ending.texts)}, or to other texts; or remove stop_strings."
+            )
         for stop in stops:
             for name, token in self._special.items():
                 if name in stop:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 _END: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # what marks the end of the last message, as in transformers
 
 
+_CALL: Final = "LOCKSTEP_CALL_"  # what stands for calls where it is looked for in the text
+_LOST: Final = "it does not mention {}, which the chat has: use one that does, or leave them out"
+
+
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
     """Raise a panic of the tokenizers' Rust, which is no `Exception` and would end the process, as an error of ours.
@@ -84,11 +88,8 @@ def chat_text(
         with panics_as_errors():
             return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
     template = tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
-    parts = {"tools": bool(tools), "tool_calls": any(message.get("tool_calls") for message in chat)}
-    for name, is_there in parts.items():
-        # Its program is not parsed here: what it has in no word it does not write, but for whole objects as JSON.
-        if is_there and not re.search(rf"\b({name}|tojson)\b", template):
-            raise PromptError(f"it does not mention {name}, which the chat has: use one that does, or leave them out")
+    if tools and not _mentions(template, "tools"):
+        raise PromptError(_LOST.format("tools"))
     for change in template_message_changes().values():
         chat = change(chat)
     if continue_final_message:
@@ -100,13 +101,27 @@ def chat_text(
         "add_generation_prompt": add_generation_prompt,
     }
     variables |= {**tokenizer.special_tokens_map, **template_kwargs(tokenizer), **({"tools": tools} if tools else {})}
-    text = PROCESS.render(template, variables, date_seen(tokenizer))
+    date = date_seen(tokenizer)
+    marks = {f"{_CALL}{row}.": row for row, message in enumerate(chat) if message.get("tool_calls")}
+    if marks and not _mentions(template, "tool_calls"):  # then it can write them within a message as JSON alone
+        marked = chat.copy()
+        for mark, row in marks.items():
+            marked[row] = chat[row] | {"tool_calls": [mark]}
+        probe = PROCESS.render(template, variables | {"messages": marked}, date) if "tojson" in template else ""
+        if any(mark not in probe for mark in marks):
+            raise PromptError(_LOST.format("tool_calls"))
+    text = PROCESS.render(template, variables, date)
     if not continue_final_message:
         return text
     before, mark, after = text.rpartition(_END.strip())
     if not mark:
         raise PromptError("it does not write the last message as it is, so nothing can go on from it")
     return before if after.startswith(" ") else before.rstrip()  # some templates strip what they write
+
+
+def _mentions(template: str, name: str) -> bool:
+    """Whether a word is in a template, whose program is not parsed: what it has in no word it does not write."""
+    return re.search(rf"\b{name}\b", template) is not None
 
 
 def template_message_changes() -> dict[str, Callable[[Any], Any]]:

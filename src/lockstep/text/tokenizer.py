@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.files import write_file
 from lockstep.printable import get_logger
 from lockstep.text.answer import CHANNEL, HARMONY, MARKERS, MESSAGE
-from lockstep.text.endings import ENDING_FILES, stop_ids, stop_sources
+from lockstep.text.endings import ENDING_FILES, ending_of, stop_ids, stop_sources
 from lockstep.text.template_date import template_date
 from lockstep.text.template_kwargs import template_kwargs
 from lockstep.text.tokenize import panics_as_errors
@@ -112,11 +112,12 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
 
 def write_tokenizer(tokenizer: Any, directory: str | os.PathLike[str]) -> None:
     """Write a tokenizer's files, and its `stop_ids` as a ``generation_config.json``, which ``save_pretrained`` leaves
-    out; without it, who loads the files goes on where an answer ends.
+    out, with the ``stop_strings`` of its checkpoint; without it, who loads the files goes on where an answer ends.
     """
     tokenizer.save_pretrained(os.fspath(directory))
     settings = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
     settings = {name: value for name, value in settings.items() if value is not None}
+    settings |= {"stop_strings": list(texts)} if (texts := ending_of(tokenizer).texts) else {}
     if ends := list(stop_ids(tokenizer)):
         text = json.dumps(settings | {"eos_token_id": ends}, indent=2)
         write_file(Path(directory) / ENDING_FILES[0], text + "\n")

@@ -76,7 +76,15 @@ FAMILIES = {
     "olmo": LlamaConfig(
         **SIZES,
         qk_norm=True,
-        variant=Variant(pre_norm=False, post_norm=True, wide_qk_norm=True, sliding_window=6),
+        rope=RotaryConfig(theta=100.0, yarn=YarnScaling(factor=4.0, original_max_position_embeddings=16)),
+        variant=Variant(
+            pre_norm=False,
+            post_norm=True,
+            wide_qk_norm=True,
+            sliding_window=6,
+            full_attention_every=2,
+            sliding_rope=RotaryConfig(theta=100.0),
+        ),
     ),
     "gemma3": LlamaConfig(
         **SIZES | {"num_layers": 3},

@@ -98,9 +98,6 @@ def test_yarn_that_cannot_be_computed_is_refused() -> None:
         RotaryConfig(yarn=YarnScaling(), linear_factor=2.0)
     with pytest.raises(ConfigError, match=r"rope\.yarn is set and rope\.partial_rotary_factor is 0\.5"):
         RotaryConfig(yarn=YarnScaling(), partial_rotary_factor=0.5)
-    sliding = Variant(sliding_window=4, full_attention_every=2, sliding_rope=RotaryConfig())
-    with pytest.raises(ConfigError, match=r"rope scales attention scores by 1\.8\d+ and variant\.sliding_rope by 1;"):
-        LlamaConfig(**SMALL, rope=RotaryConfig(yarn=YarnScaling()), variant=sliding)
     with pytest.raises(ConfigError, match=r"rope\.yarn\.attention_factor is 0\.0; it must be finite and more than 0"):
         YarnScaling(attention_factor=0.0)
 

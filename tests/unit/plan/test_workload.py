@@ -298,6 +298,8 @@ def test_a_model_that_is_not_known():
         ("google/gemma-2-9b-it", 42),
         ("google/gemma-3-27b-it", 62),
         ("allenai/OLMo-2-1124-7B-Instruct", 32),
+        ("allenai/Olmo-3-7B-Instruct", 32),
+        ("allenai/Olmo-3.1-32B-Think", 64),
         ("microsoft/phi-4", 40),
         ("CohereLabs/c4ai-command-a-03-2025", 64),
         ("zai-org/GLM-4.5-Air", 46),

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from lockstep.errors import ConfigError
-from lockstep.text import endings, load_tokenizer, stop_ids
+from lockstep.text import StopFinder, endings, load_tokenizer, stop_ids, write_tokenizer
 from tests import made_tokenizers, tiny
 
 
@@ -57,6 +57,26 @@ def test_an_id_beyond_the_vocabulary_names_its_file_and_is_left_out(file, place,
 def test_what_is_no_id_is_refused_with_file_and_key(wrong, place):
     (place / "config.json").write_text(f'{{"eos_token_id": {wrong}}}')
     with pytest.raises(ConfigError, match=r"config\.json has eos_token_id .*, which is no token id\. Mend it"):
+        load_tokenizer(place)
+
+
+@pytest.mark.parametrize("stated", ["Question:", ["Question:"]])
+def test_stop_strings_of_a_checkpoint_are_not_passed_over(stated, place, tmp_path):
+    (place / "generation_config.json").write_text(json.dumps({"stop_strings": stated, "eos_token_id": 1}))
+    for tokenizer in (load_tokenizer(place), transformers.AutoTokenizer.from_pretrained(place)):
+        find_stop = StopFinder(tokenizer)
+        with pytest.raises(
+            ConfigError, match=r"made/generation_config\.json has stop_strings \['Question:'\], and stop"
+        ):
+            find_stop.check([])
+        find_stop.check(["Answer:"])
+        write_tokenizer(tokenizer, tmp_path / "out")
+        with pytest.raises(
+            ConfigError, match=r"out/generation_config\.json has stop_strings \['Question:'\], and stop"
+        ):
+            StopFinder(load_tokenizer(tmp_path / "out")).check([])
+    (place / "generation_config.json").write_text(json.dumps({"stop_strings": [5]}))
+    with pytest.raises(ConfigError, match="generation_config.json has stop_strings 5, which is no text"):
         load_tokenizer(place)
 
 

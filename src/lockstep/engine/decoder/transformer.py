@@ -28,6 +28,7 @@ from lockstep.models import (
     layer_kinds,
     packed_experts,
     repeated_runs,
+    rotary_amplitudes,
     rotary_frequencies,
 )
 from lockstep.models.attention import Heads, ScoreModifier
@@ -325,9 +326,12 @@ class Transformer:
         positions = start[:, None] + jnp.arange(x.shape[1]) if position is None else position
         ropes, _ = distinct(kind.rope for kind in layer_kinds(self.config))
         angles = block.rope_angles(positions, [rotary_frequencies(self.config, rope) for rope in ropes])
-        if self.config.exact:
-            return elementwise(jnp.cos, angles), elementwise(jnp.sin, angles)
-        return jnp.cos(angles), jnp.sin(angles)
+        functions = (jnp.cos, jnp.sin)
+        cos, sin = (elementwise(turn, angles) if self.config.exact else turn(angles) for turn in functions)
+        if (amplitudes := rotary_amplitudes(self.config, ropes)) is None:
+            return cos, sin
+        amplitudes = amplitudes.reshape(-1, *(1,) * (cos.ndim - 1))
+        return cos * amplitudes, sin * amplitudes
 
     def _of_layer(self, angles: Rotary, index: Array) -> Rotary:
         """Return the angles of one layer."""

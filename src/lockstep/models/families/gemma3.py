@@ -33,7 +33,12 @@ class Gemma3Config(LlamaConfig):
     variant: Gemma3Variant = dataclasses.field(default_factory=Gemma3Variant)
 
 
-def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+def ropes_from_hf(hf: Mapping[str, Any], *, slides: bool, local_theta: str) -> dict[str, RotaryConfig | None]:
+    """The rotary embeddings of layers with full attention, and of those with a window where there are any.
+
+    Args:
+        local_theta: The key of the base of the latter in files without ``rope_parameters``.
+    """
     kinds, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
     full, sliding = kinds.get("full_attention") or {}, kinds.get("sliding_attention") or {}
     # transformers itself adds these two where all layers are of one kind.
@@ -43,8 +48,8 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     if unread:
         raise ConfigError(
             f"the checkpoint's config.json has {', '.join(sorted(unread))} in rope_parameters or rope_scaling, which "
-            "transformers does not read there for gemma3. Put rope_theta, rope_type and the others into full_attention "
-            "and sliding_attention of rope_parameters."
+            f"transformers does not read there for {hf['model_type']}. Put rope_theta, rope_type and the others into "
+            "full_attention and sliding_attention of rope_parameters."
         )
     common = {key: value for key, value in hf.items() if key in ("max_position_embeddings", "partial_rotary_factor")}
     # As in transformers 5, what rope_scaling does not say is as rope_parameters says.
@@ -53,14 +58,26 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
         "rope_parameters": full,
         "rope_scaling": {**full, **scaling} if scaling else None,
     }
-    fields = gemma2.read(hf, every=hf.get("sliding_window_pattern", 6))
-    slides = fields["sliding_window"] is not None
-    locally = {} if "rope_theta" in sliding else {"rope_theta": required(hf, "rope_local_base_freq")}
-    return fields | {
-        "qk_norm": True,
+    locally = {} if "rope_theta" in sliding else {"rope_theta": required(hf, local_theta)}
+    return {
         "rope": rope_from_hf(common | globally),
         "sliding_rope": rope_from_hf(common | locally | {"rope_parameters": sliding}) if slides else None,
     }
+
+
+def ropes_to_hf(config: LlamaConfig) -> dict[str, dict[str, Any]]:
+    """The ``rope_parameters`` of a ``config.json``, which transformers 5 reads; 4 scales no layers with a window."""
+    ropes = {"full_attention": config.rope, "sliding_attention": config.variant.sliding_rope or config.rope}
+    return {
+        name: {"rope_type": "default", **(rope_to_hf(rope) or {}), "rope_theta": rope.theta}
+        for name, rope in ropes.items()
+    }
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    fields = gemma2.read(hf, every=hf.get("sliding_window_pattern", 6))
+    slides = fields["sliding_window"] is not None
+    return {"qk_norm": True, **fields, **ropes_from_hf(hf, slides=slides, local_theta="rope_local_base_freq")}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
@@ -69,11 +86,7 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
         **gemma2.write(config),
         **({} if every is None else {"sliding_window_pattern": every}),
         "rope_local_base_freq": local.theta,
-        # transformers 5 reads these; 4 has no scaling in layers with a window.
-        "rope_parameters": {
-            name: {"rope_type": "default", **(rope_to_hf(rope) or {}), "rope_theta": rope.theta}
-            for name, rope in (("full_attention", config.rope), ("sliding_attention", local))
-        },
+        "rope_parameters": ropes_to_hf(config),
     }
 
 

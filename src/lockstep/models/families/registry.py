@@ -27,7 +27,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 NOT_COMPUTED: Final[Mapping[str, str]] = {
     "DeepseekV32ForCausalLM": "attention to positions that an indexer chooses",
-    "Olmo3ForCausalLM": "a factor of attention scores (YaRN) that layers with a window do not have",
 }
 """The parts of well-known architectures that lockstep does not compute."""
 

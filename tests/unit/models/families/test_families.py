@@ -26,7 +26,7 @@ GOLDEN = Path(__file__).parents[3] / "golden"
 BIASED = ["deepseek_v3", "deepseek_v3_lite", "glm4_moe"]
 QWEN = ["qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"]
 EXPERTS = [*BIASED, *QWEN, "deepseek_v2", "deepseek_v2_lite", "gpt_oss", "mixtral"]
-FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "phi3", "qwen3_5"]
+FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "olmo3", "phi3", "qwen3_5"]
 LLAMAS = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
 PARTS = {
     "deepseek_v3_lite": "deepseek_v3, and deepseek_v2_lite, whose queries are no latent either",

@@ -26,7 +26,20 @@ from tests.golden.variants import POSITIONS, VARIANTS
 from tests.multiprocess.harness import run_threads
 
 GOLDEN = Path(__file__).parents[3] / "golden"
-FAMILIES = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_5", "gemma2", "gemma3", "olmo2", "phi3", "glm4"]
+FAMILIES = [
+    "llama3",
+    "llama_tied",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_5",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "glm4",
+]
 FAMILIES += ["cohere2"]
 FAST = ["llama3", "llama_tied", "qwen2", "gemma3", "phi3"]
 EXPERTS = [

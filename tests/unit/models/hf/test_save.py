@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -263,3 +264,17 @@ def test_two_jobs_that_save_to_a_path_do_not_spoil_each_other(killed: bool, tmp_
     finally:
         other.kill()
         other.wait()
+
+
+@pytest.mark.nightly
+def test_transformers_computes_every_saved_family(tmp_path: Path) -> None:
+    """With the Python of make_goldens.py: ``LOCKSTEP_TEST_KEEP=TORCH_PYTHON TORCH_PYTHON=PATH``."""
+    if (python := os.environ.get("TORCH_PYTHON")) is None:
+        pytest.skip("TORCH_PYTHON names no Python with torch and transformers 5.24")
+    families = [file.parent.name for file in GOLDEN.glob("*/golden.npz") if file.parent.name != "reward_model"]
+    for family in families:
+        save_hf(load(GOLDEN / family), tmp_path / family)
+    script = GOLDEN / "read_saved.py"
+    run = subprocess.run([python, script, tmp_path], stdout=subprocess.PIPE, text=True, check=True, timeout=1500)
+    gaps = json.loads(run.stdout)
+    assert gaps.keys() == set(families) and max(gaps.values()) < 5e-5, gaps

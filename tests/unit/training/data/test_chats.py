@@ -77,6 +77,18 @@ def test_what_a_chat_would_lose_is_a_bad_row(tokenizer, messages, tools, text):
         chat_of(tokenizer, messages, tools=tools)
 
 
+def test_calls_are_lost_where_the_template_writes_something_else_as_json(tokenizer):
+    messages = [*chat("ok")[:1], CALL]
+    for of_message in ("{{ m.content | tojson }}", "{{ (m if m.role == 'user' else m.role) | tojson }}"):
+        tokenizer.chat_template = f"{{{{ tools | tojson }}}}{{% for m in messages %}}{of_message}{{% endfor %}}"
+        with pytest.raises(BadRow, match="does not mention tool_calls, which the chat has"):
+            chat_of(tokenizer, messages, tools=TOOLS)
+    tokenizer.chat_template = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    assert '"name": "add"' in chat_of(tokenizer, messages).text
+    with pytest.raises(BadRow, match="does not mention tools, which the chat has"):
+        chat_of(tokenizer, messages, tools=TOOLS)
+
+
 def test_an_answer_of_weight_0_is_no_target():
     first, *rest = [{"role": role, "content": content} for role, content in TURNS]
     answers = [message for message in rest if message["role"] == "assistant"]
