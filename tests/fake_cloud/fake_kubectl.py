@@ -3,7 +3,7 @@
 ``install(directory)`` puts kubectl there. The cluster is the directory ``$FAKE_KUBE``. Each pod has a home directory of
 its own, and ``/lockstep/…`` of its script is there. Faults, each a variable: ``FAKE_KUBE_REFUSES`` is what the cluster
 answers instead of creating a JobSet; ``FAKE_KUBE_DISRUPTS`` is the process whose node is taken away half a second after
-all printed a line; ``FAKE_KUBE_WAITS`` is why pods never start; with ``FAKE_KUBE_DROPS`` a connection to a log breaks
+all showed a line; ``FAKE_KUBE_WAITS`` is why pods never start; with ``FAKE_KUBE_DROPS`` a connection to a log breaks
 after two lines. With the file ``away`` there, the cluster does not answer, once. The file ``slices`` has the number of
 slices that nodes are there for: pods of others wait. A JobSet of a queue is one of Kueue's, which starts it again when
 somebody else suspends it, as long as its Workload is active. The cluster of ``--context=NAME`` is the directory
@@ -150,6 +150,8 @@ def logs(words: list[str]) -> int:
                 if line.split(" ", 1)[0] >= since:
                     print(line, end="", flush=True)
                     shown += 1
+                    if shown == 1:
+                        path.with_name("followed").touch()
                 if shown == 2 and os.environ.get("FAKE_KUBE_DROPS") and not dropped.exists():
                     dropped.touch()
                     sys.exit("error: unexpected EOF")
@@ -174,7 +176,7 @@ class Pod:
         }
         self.index, self.process_number = index, slice_index * self.hosts + index
         self.disrupted, self.ended = False, ""
-        self.printed_at: float | None = None
+        self.followed = home() / "pods" / self.name / "followed"
         room = home() / "slices"
         no_node = room.exists() and slice_index >= int(room.read_text())
         self.waits = "Unschedulable" if no_node else os.environ.get("FAKE_KUBE_WAITS")
@@ -220,7 +222,6 @@ class Pod:
                 now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f000Z ")
                 log.write(now.encode() + line)
                 log.flush()
-                self.printed_at = self.printed_at or time.monotonic()
         (directory / "ended").touch()
 
     def code(self) -> int | None:
@@ -305,7 +306,7 @@ def watch(name: str, found, pods: list[Pod], attempt: int) -> str:
             end(pods, grace_s, home() / f"kill-{name}")
             write("pods", name, [])
             return ""
-        shown = [pod.printed_at is not None and time.monotonic() - pod.printed_at > 0.5 for pod in pods]
+        shown = [pod.followed.exists() and time.time() - pod.followed.stat().st_mtime > 0.5 for pod in pods]
         if disrupts and attempt == 0 and all(shown):
             pods[int(disrupts)].disrupted = True
             pods[int(disrupts)].signal(signal.SIGKILL)
