@@ -26,7 +26,15 @@ OTHERS = {
     *("add_bos_token", "eos_token", "full_attention", "merge_and_unload", "num_local_experts", "quant_method"),
     *("mscale_all_dim", "num_attention_heads", "num_key_value_heads", "num_labels", "text_config"),
     *("group_limited_greedy", "scoring_func", "topk_method", "kw_only"),  # the last one is of dataclasses
-    *("rope_parameters", "rope_scaling", "rope_theta", "rope_type", "tokenizer_config", "transformers_weights"),
+    *(
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "rope_type",
+        "stop_strings",
+        "tokenizer_config",
+        "transformers_weights",
+    ),
     "model.safetensors",
     *("filter_list", "remove_whitespace", "take_first"),  # lm-evaluation-harness's
     *("--constraint", "--local-dir", "--location", "--ntasks-per-node"),  # of pip, hf, gcloud, Slurm

@@ -186,9 +186,7 @@ def test_a_host_that_gets_nothing_says_so_on_every_host() -> None:
     finally:
         HangingFiles.go_on.set()
     assert results[0] == results[1]
-    expected = (
-        r"process 1: HostTimeoutError: nothing of tensor \S+ in \S+/llama3/model\.safetensors.* came for 2 s\."
-    )
+    expected = r"process 1: HostTimeoutError: nothing of tensor \S+ in \S+/llama3/model\.safetensors.* came for 2 s\."
     assert re.search(expected, results[0]), results
 
 
