@@ -64,7 +64,7 @@ def test_an_old_python_is_enough(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.add("python3", "3.8")
     said, asked = machine.setup()
-    assert "there is no Python 3.12 3.13; installing uv in build/uv" in said and "setup: done in" in said
+    assert "there is no Python 3.12 3.13 3.14; installing uv in build/uv" in said and "setup: done in" in said
     by_hash = next(line for line in asked if "--target build/uv" in line)
     assert "--require-hashes --no-deps" in by_hash
     pins = (machine.clone / "build" / "uv.txt").read_text(encoding="utf-8").splitlines()
@@ -94,4 +94,4 @@ def test_without_a_way_to_a_python_it_says_what_to_do(tmp_path: Path) -> None:
         machine = Machine(tmp_path / name, refuses)
         machine.add(name, "3.8")
         said, _ = machine.setup(code=1)
-        assert "setup: Python 3.12 3.13 is missing, and uv could not" in said and "apt install python3.12" in said
+        assert "setup: Python 3.12 3.13 3.14 is missing, and uv could not" in said and "apt install python3.12" in said
