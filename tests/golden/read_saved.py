@@ -14,7 +14,7 @@ import transformers
 
 
 def main() -> None:
-    here, gaps = pathlib.Path(__file__).parent, {}
+    goldens, gaps = pathlib.Path(__file__).parent, {}
     for saved in sorted(pathlib.Path(sys.argv[1]).iterdir()):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             saved,
@@ -24,7 +24,7 @@ def main() -> None:
             output_loading_info=True,
         )
         assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (saved, report)
-        golden = np.load(here / saved.name / "golden.npz")
+        golden = np.load(goldens / saved.name / "golden.npz")
         with torch.no_grad():
             logits = model.eval()(torch.from_numpy(golden["input_ids"]).long()).logits.numpy()
         gaps[saved.name] = float(np.abs(logits - golden["logits"]).max())

@@ -79,14 +79,14 @@ def test_stages_hand_on_one_microbatch_at_a_time_and_add_up_what_both_have_once_
     mesh = make_mesh("pp=2,fsdp=-1", topology("2xv6e-4").devices)
     config, batch = dataclasses.replace(CONFIG, num_layers=4), 4 * data_shards(mesh)
     state, step = lowered_step(config, 1024, mesh, batch, microbatches=2, repeats=repeats)
-    found = sent(step.compile().as_text())
+    transfers = sent(step.compile().as_text())
     # 2 * 2 microbatches of 2 rows to a device, there and back around the ring, forward and backward, in bfloat16.
-    passed = [(times, size) for _, times, size in found if times > 1]
+    passed = [(times, size) for _, times, size in transfers if times > 1]
     assert passed == [(4 * repeats + 1, 2 * 256 * CONFIG.hidden_dim * 2)] * 4
     whole = sum(leaf.array.size for leaf in (state.model.embed, state.model.lm_head)) // 4
     # A stage has half of the layers, of which it gives away a half, and gets its gradient back.
     whole += sum(leaf.size for leaf in jax.tree.leaves(state.model.layers)) // 4 // 2 * (repeats > 1)
-    assert whole * 2 <= sum(size for _, times, size in found if times == 1) < 1.1 * whole * 2
+    assert whole * 2 <= sum(size for _, times, size in transfers if times == 1) < 1.1 * whole * 2
 
 
 def test_decoding_takes_the_layers_of_the_other_stage_once_as_predicted():

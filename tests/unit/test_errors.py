@@ -187,9 +187,9 @@ def unknown_names(text: str, options: set[str], keys: set[str], names: set[str])
 @NEEDS_CLIENTS
 def test_no_message_names_what_does_not_exist():
     trees = {path: ast.parse(text) for path, text in all_sources().items()}
-    known, found = known_names(trees), {text: place for place, text in messages(trees)}
-    assert len(found) > 1000
-    unknown = {place: names for text, place in found.items() if (names := unknown_names(text, *known))}
+    known, places = known_names(trees), {text: place for place, text in messages(trees)}
+    assert len(places) > 1000
+    unknown = {place: names for text, place in places.items() if (names := unknown_names(text, *known))}
     assert not unknown
 
 

@@ -193,6 +193,6 @@ def test_another_way_to_read_all_is_seen():
 
 def test_nothing_else_reads_whole_files():
     files = sources(rf"\b({'|'.join(WHOLE)}|load|read)\b")
-    others = {name: text for name, text in files.items() if not name.startswith(("launch/", "testing/"))}
-    calls = {name: found for name, text in others.items() if (found := whole_reads(text))}
+    calls = {name: whole_reads(text) for name, text in files.items() if not name.startswith(("launch/", "testing/"))}
+    calls = {name: reads for name, reads in calls.items() if reads}
     assert calls == {name: set(reasons) for name, reasons in ALLOWED.items()}

@@ -181,9 +181,9 @@ def opened(source: str) -> set[str]:
 
 def test_nothing_else_opens_urls():
     wrong = {
-        name: found
-        for name, text in sources("|".join(each.partition(".")[0] for each in OPENS)).items()
-        if name != "urls.py" and (found := opened(text))
+        name: calls
+        for name, text in sources("|".join(call.partition(".")[0] for call in OPENS)).items()
+        if name != "urls.py" and (calls := opened(text))
     }
     assert not wrong
 
