@@ -6,9 +6,9 @@ import operator
 import re
 from pathlib import Path
 
-import draccus
 import pytest
 
+from lockstep.config_fields import encode_config
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.main.arguments import parse_arguments
 from lockstep.training import TrainGrpoConfig, TrainPreferenceConfig, train
@@ -60,7 +60,7 @@ def parsed(cls, file, pieces, *given):
     """A configuration with pieces of examples/my_pieces.py, which it names when it is written."""
     words = [word for key, value in pieces for word in (f"--{key}", json.dumps(value))]
     config = parse_arguments(cls, ["--config_path", str(ROOT / "config" / file), *words, *given])
-    written = draccus.encode(config)
+    written = encode_config(config)
     for key, value in pieces:
         assert functools.reduce(operator.getitem, key.split("."), written) == value
     return config

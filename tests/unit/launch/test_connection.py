@@ -19,7 +19,7 @@ from tests.fake_cloud.cloud import Cloud
         (b'{"state": "ended", "code": 0}', "it has no ended"),
         (b'{"state": "ended", "code": "0", "ended": 1, "reason": ""}', "code is '0'"),
         (b'{"state": ["ended"]}', "state is"),
-        (b"[" * 60_000, "nested too deeply"),
+        (b"[" * 60_000, "(nested too deeply|Expecting value)"),  # Python 3.14 reads to its end
     ],
 )
 def test_an_answer_that_is_none_of_the_agents_is_an_error_of_the_launch(answer, why):

@@ -15,7 +15,7 @@ from lockstep.models.hf.tensor_file import TensorFile
     ("header", "why"),
     [
         ("[]", "its header is a JSON list, not an object"),
-        ("[" * 60_000, "nested too deeply"),
+        ("[" * 60_000, "(nested too deeply|Expecting value)"),  # Python 3.14 reads to its end
         ('{"a": 1}', "what its header says of 'a' cannot be read"),
         ('{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', r"its shape is \[-1\]"),
         ('{"a": {"dtype": "F32", "shape": [1e3], "data_offsets": [0, 4]}}', "its shape is"),

@@ -4,11 +4,11 @@ import dataclasses
 import sys
 import textwrap
 
-import draccus
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lockstep.config_fields import encode_config
 from lockstep.main.arguments import parse_arguments
 from lockstep.training import PreferenceObjective, TrainPreferenceConfig
 from lockstep.training.objectives import DpoConfig, OrpoConfig, SimpoConfig
@@ -50,7 +50,7 @@ def test_one_of_a_users_own_is_a_file(tmp_path, monkeypatch):
     try:
         given = {"type": "my_losses:Hinge", "margin": 3.0}
         config = parse_arguments(TrainPreferenceConfig, [*FILE, "--objective", f"{given}"])
-        assert draccus.encode(config)["objective"] == given
+        assert encode_config(config)["objective"] == given
         parts = config.loss_fn.parts(np.array([[[-1.0, -1.0], [-2.0, -4.0]]], np.float32), np.ones((1, 2, 2), bool))
         assert float(parts.total) == 1.0 and float(parts.metrics["rewards/margins"]) == 2.0
     finally:
