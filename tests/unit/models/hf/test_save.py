@@ -270,6 +270,7 @@ def test_two_jobs_that_save_to_a_path_do_not_spoil_each_other(killed: bool, tmp_
 def test_transformers_computes_every_saved_family(tmp_path: Path) -> None:
     """With the Python of make_goldens.py: ``LOCKSTEP_TEST_KEEP=TORCH_PYTHON TORCH_PYTHON=PATH``."""
     if (python := os.environ.get("TORCH_PYTHON")) is None:
+        # No extra of ours has torch, and transformers computes no model without it.
         pytest.skip("TORCH_PYTHON names no Python with torch and transformers 5.24")
     families = [file.parent.name for file in GOLDEN.glob("*/golden.npz") if file.parent.name != "reward_model"]
     for family in families:

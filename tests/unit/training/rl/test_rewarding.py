@@ -148,15 +148,15 @@ def test_one_that_raises_costs_its_own_value_alone():
     async def fails(answer, question):
         raise SystemExit("no")
 
-    others = {"fine": lambda *_: np.float32(3), "awaited": lambda *_: Awaited()}
-    scoring = Scoring({"odd": odd, "fails": fails, **others}, workers=2)
+    working = {"fine": lambda *_: np.float32(3), "awaited": lambda *_: Awaited()}
+    scoring = Scoring({"odd": odd, "fails": fails, **working}, workers=2)
     for number in range(4):
         scoring.submit(number, row("", num_tokens=number), prompt())
-    found = scoring.finish(30)
-    assert [found[number]["odd"] for number in range(4)] == [1.0, "RuntimeError: the judge is out"] * 2
-    assert {each["fails"] for each in found.values()} == {"SystemExit: no"}
-    assert {each["fine"] for each in found.values()} == {3.0}
-    assert {each["awaited"] for each in found.values()} == {4.0}
+    values = scoring.finish(30)
+    assert [values[number]["odd"] for number in range(4)] == [1.0, "RuntimeError: the judge is out"] * 2
+    assert {of_answer["fails"] for of_answer in values.values()} == {"SystemExit: no"}
+    assert {of_answer["fine"] for of_answer in values.values()} == {3.0}
+    assert {of_answer["awaited"] for of_answer in values.values()} == {4.0}
 
 
 def test_its_text_has_no_secret_of_the_environment_of_the_process(monkeypatch):

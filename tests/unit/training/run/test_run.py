@@ -73,9 +73,9 @@ def test_a_function_that_one_host_lacks_is_found_by_all_before_anything_is_read(
 
 
 def test_a_configuration_that_one_host_has_otherwise_is_refused_by_all_before_anything_is_read(tmp_path):
-    given = ["--tokenizer", "no/such/tokenizer", "--model.type", "llama", "--data.train_urls", "[a.jsonl]"]
-    given += ["--trainer.log_dir", str(tmp_path), "--trainer.seed"]
-    configs = [parse_arguments(TrainLmConfig, [*given, str(seed)]) for seed in (0, 0, 1)]
+    words = ["--tokenizer", "no/such/tokenizer", "--model.type", "llama", "--data.train_urls", "[a.jsonl]"]
+    words += ["--trainer.log_dir", str(tmp_path), "--trainer.seed"]
+    configs = [parse_arguments(TrainLmConfig, [*words, str(seed)]) for seed in (0, 0, 1)]
 
     def refused(hosts):
         with pytest.raises(DisagreementError, match="'config'"):
@@ -86,8 +86,8 @@ def test_a_configuration_that_one_host_has_otherwise_is_refused_by_all_before_an
 
 
 def test_a_tracker_that_is_not_installed_is_found_before_anything_is_read(tmp_path, monkeypatch):
-    given = ["--tokenizer", "no/such/tokenizer", "--model.type", "llama", "--data.train_urls", "[a.jsonl]"]
-    config = parse_arguments(TrainLmConfig, [*given, "--trainer.tracker.type", "wandb"])
+    words = ["--tokenizer", "no/such/tokenizer", "--model.type", "llama", "--data.train_urls", "[a.jsonl]"]
+    config = parse_arguments(TrainLmConfig, [*words, "--trainer.tracker.type", "wandb"])
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(PeerError, match=r"wandb") as caught:
         train(config, Hosts(MemoryClient.hub(1)[0]))
