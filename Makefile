@@ -4,9 +4,9 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 PROCESSES ?= 2
 DEVICES ?= 2
-# On two cores: tests wait for processes for a fifth of the time. The slow ones need 10 GB, the longest more.
+# On two cores. Tests wait for processes for a fifth of the time; the slow ones do not, and a third worker makes them longer.
 WORKERS ?= 3
-NIGHTLY_WORKERS ?= 2
+SLOW_WORKERS ?= 2
 FUZZ_S ?= 600
 AS_USERS_COMPILE := XLA_FLAGS= LOCKSTEP_TEST_KEEP=XLA_FLAGS
 
@@ -50,11 +50,11 @@ test: setup-tests ## run the tests (ARGS='-k name' narrows them)
 	@$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
 
 slow: setup-tests ## run the slow tests, the whole demo among them
-	@$(PYTHON) -m pytest -m "slow and not nightly and not optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
-	@$(AS_USERS_COMPILE) $(PYTHON) -m pytest -m "slow and not nightly and optimized" -n $(WORKERS) $(ARGS) || [ $$? = 5 ]
+	@$(PYTHON) -m pytest -m "slow and not nightly and not optimized" -n $(SLOW_WORKERS) $(ARGS) || [ $$? = 5 ]
+	@$(AS_USERS_COMPILE) $(PYTHON) -m pytest -m "slow and not nightly and optimized" -n $(SLOW_WORKERS) $(ARGS) || [ $$? = 5 ]
 
 nightly: setup-tests ## run the longest tests, most with a sibling in make slow, fuzz, and test-newest
-	@$(AS_USERS_COMPILE) $(PYTHON) -m pytest -m nightly -n $(NIGHTLY_WORKERS) $(ARGS)
+	@$(AS_USERS_COMPILE) $(PYTHON) -m pytest -m nightly -n $(SLOW_WORKERS) $(ARGS)
 	@$(MAKE) --no-print-directory fuzz
 	@$(MAKE) --no-print-directory test-newest
 

@@ -8,7 +8,8 @@ isolation.isolate()  # before anything that reads the environment is imported
 import collections
 import gc
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -32,12 +33,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+_reported_cpu_seconds = 0.0
+
+
+def _used_cpu_seconds() -> float:
+    """What this worker and the processes that it saw end have used."""
+    return sum(os.times()[:4])
+
+
 gc.disable()  # until all tests are imported, which leaves no garbage
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Let Python look for garbage among what tests make, not among libraries and tests: a sixth of the time."""
+    global _reported_cpu_seconds
+    _reported_cpu_seconds = _used_cpu_seconds()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # JAX traces a program into some hundred thousand objects
     gc.enable()
@@ -63,16 +74,32 @@ def _no_abandoned_threads() -> Iterator[None]:
 SHOWN_FILES = 25
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note beside the duration of a test's part its processor time, which other tests hardly change."""
+    global _reported_cpu_seconds
+    report = yield
+    used = _used_cpu_seconds()
+    report.user_properties.append(("cpu_seconds", used - _reported_cpu_seconds))
+    _reported_cpu_seconds = used
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print how long the tests of each file took, set-up and clean-up included, whichever worker ran them."""
     seconds: collections.Counter[str] = collections.Counter()
+    cpu: collections.Counter[str] = collections.Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
+                file = report.nodeid.partition("::")[0]
+                seconds[file] += report.duration
+                cpu[file] += dict(report.user_properties)["cpu_seconds"]
     if len(seconds) < 2:
         return
-    terminalreporter.section(f"time by file, the {SHOWN_FILES} slowest of {len(seconds)}")
+    terminalreporter.section(
+        f"time by file, the {SHOWN_FILES} slowest of {len(seconds)}: seconds, then processor seconds"
+    )
     for file, total in seconds.most_common(SHOWN_FILES):
-        terminalreporter.write_line(f"{total:8.1f} s  {file}")
-    terminalreporter.write_line(f"{seconds.total():8.1f} s  in all, on all workers together")
+        terminalreporter.write_line(f"{total:8.1f} {cpu[file]:8.1f}  {file}")
+    terminalreporter.write_line(f"{seconds.total():8.1f} {cpu.total():8.1f}  in all, on all workers together")
