@@ -118,7 +118,7 @@ COMMANDS: Final = (
     Command(
         name="train-preference",
         purpose=TRAIN,
-        summary="train on preference pairs with DPO, ORPO, SimPO or a loss of your own",
+        summary="train on preferences with DPO, KTO, ORPO, CPO, SimPO or a loss of your own",
         function="lockstep.main.runs:train_preference",
         example="lockstep train-preference --config_path config/dpo_tiny.yaml --objective.beta 0.3",
         config_class="lockstep.main.runs:TrainPreferenceConfig",
