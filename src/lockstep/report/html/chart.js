@@ -24,7 +24,7 @@ function linePath(points) {
     if (y === null) return;
     const joined = place > 0 && points[place - 1][1] !== null;
     const alone = !joined && (place === points.length - 1 || points[place + 1][1] === null);
-    path += `${joined ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}${alone ? "h0.01" : ""}`;
+    path += `${joined ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}${alone ? "m-1 0l1 1 1-1-1-1z" : ""}`;
   });
   return path;
 }
