@@ -85,13 +85,13 @@ def test_decoding_chooses_between_two_calls_of_the_kernel(config, slice_):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("slice_", ["v5p-8", "v6e-4"])
-def test_training_chooses_between_two_kernels_forward_and_backward(slice_):
+@pytest.mark.parametrize(("config", "slice_"), [(GEMMA3, "v5p-8"), (GEMMA3, "v6e-4"), (OLMO3, "v5p-8")])
+def test_training_chooses_between_two_kernels_forward_and_backward(config, slice_):
     mesh = make_mesh("1,2,-1", topology(slice_).devices)
     everywhere = NamedSharding(mesh, PartitionSpec())
     model = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=everywhere),
-        eqx.filter_eval_shape(LlamaLMHeadModel.init, Axis("vocab", 1024), GEMMA3, key=jax.random.key(0)),
+        eqx.filter_eval_shape(LlamaLMHeadModel.init, Axis("vocab", 1024), config, key=jax.random.key(0)),
     )
     tokens = jax.ShapeDtypeStruct((4, LENGTH), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
 
