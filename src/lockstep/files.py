@@ -14,6 +14,8 @@ import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what writes meet: they name no file
+
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], mode: int = 0o666, fsync: bool = False) -> Iterator[BinaryIO]:
@@ -33,7 +35,9 @@ def new_file(path: str | os.PathLike[str], mode: int = 0o666, fsync: bool = Fals
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(draft, place)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            error.filename = place
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise

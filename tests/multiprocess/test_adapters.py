@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 TASKSETS = Path(__file__).parents[1] / "verifiers_tasksets"
 ROW = 128
 LETTERS = {"type": "verifiers", "taskset": "lockstep-letters", "max_turns": 2}
+SUMS = {"type": "verifiers", "taskset": "lockstep-sums", "settings": {"count": 8}, "max_turns": 2}
 OPENENV = {
     "type": "openenv", "environment": "tests.openenv_guess:Letters", "action": "guess", "observation": "hint",
 }  # fmt: skip
@@ -67,7 +68,7 @@ def body_train(hosts: Any, values: dict[str, Any], failures: dict[int, str] | No
     }
 
 
-@pytest.mark.parametrize("values", ADAPTERS)
+@pytest.mark.parametrize("values", [*ADAPTERS, pytest.param(SUMS, id="verifiers-tools", marks=NEEDS_VERIFIERS)])
 def test_conversations_on_two_hosts_are_those_on_one(values):
     own = "the packages set up logging and threads of their own"
     leader, other = run_processes(body_train, processes=2, devices=2, args=(values,), timeout_s=240, own=own)
@@ -83,6 +84,8 @@ def test_conversations_on_two_hosts_are_those_on_one(values):
         runs.assert_close(columns, alone["columns"][number])
     turns = [sum(message["role"] == "assistant" for message in messages) for messages in leader["messages"]]
     assert max(turns) == values.get("max_turns", 2) and leader["scalars"]["1"]["reward/std"] > 0
+    said = [message["content"] for messages in leader["messages"] for message in messages if message["role"] == "tool"]
+    assert (values is SUMS) == any(text.isdigit() for text in said), "a tool has answered"
 
 
 @pytest.mark.parametrize("values", ADAPTERS)

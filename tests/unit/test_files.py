@@ -44,6 +44,9 @@ def test_a_new_file_takes_the_place_of_a_link_as_a_whole(tmp_path, victim):
 
 def test_what_fails_leaves_nothing(tmp_path):
     (tmp_path / "a").write_text("before")
+    full = rf"No space left on device: '{tmp_path}/a'"
+    with pytest.raises(OSError, match=full), new_file(tmp_path / "a"), open("/dev/full", "wb", 0) as device:
+        device.write(b"x")
     with pytest.raises(KeyError), new_file(tmp_path / "a") as file:
         file.write(b"half")
         raise KeyError

@@ -56,7 +56,7 @@ def parse_options(argv: Sequence[str], backends: Backends) -> argparse.Namespace
     options.backend = name
     options.command = argv[cut + 1 :]
     if not options.command:
-        parser.error("no command given: put it after '--', as in: launch.py --processes 2 -- lockstep train-lm ...")
+        parser.error("no command given: put it after --, as in lockstep launch --processes 2 -- lockstep train-lm ...")
     if getattr(options, "sync", None):
         options.sync += modules_of_configuration(options.command, options.sync)
     return options

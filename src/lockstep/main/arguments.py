@@ -83,7 +83,7 @@ def pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
     rest = list(arguments)
     while rest:
         flag = rest.pop(0)
-        if not flag.startswith("--") or flag == "--":
+        if not flag.startswith("--") or flag.partition("=")[0] in ("--", "--config"):
             raise ConfigError(f"argument {flag!r} was not expected. Write --{CONFIG_PATH} FILE or --key VALUE.")
         key, equals, text = flag[2:].partition("=")
         if not equals:

@@ -5,6 +5,7 @@ It is plain text until a command is chosen: a command's module, which imports wh
 
 import argparse
 import dataclasses
+import difflib
 import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -118,7 +119,7 @@ COMMANDS: Final = (
     Command(
         name="train-preference",
         purpose=TRAIN,
-        summary="train on preference pairs with DPO, ORPO, SimPO or a loss of your own",
+        summary="train on preferences with DPO, KTO, ORPO, CPO, SimPO or a loss of your own",
         function="lockstep.main.runs:train_preference",
         example="lockstep train-preference --config_path config/dpo_tiny.yaml --objective.beta 0.3",
         config_class="lockstep.main.runs:TrainPreferenceConfig",
@@ -294,8 +295,10 @@ def find_command(name: str) -> Command:
     for command in COMMANDS:
         if command.name == name:
             return command
-    known = ", ".join(command.name for command in COMMANDS)
-    raise ConfigError(f"unknown command {name!r}. Known commands: {known}. See lockstep --help.")
+    known = [command.name for command in COMMANDS]
+    close = difflib.get_close_matches(name[:80], known, n=1)
+    hint = f"Did you mean {close[0]}? " if close else ""
+    raise ConfigError(f"unknown command {name!r}. {hint}Known commands: {', '.join(known)}. See lockstep --help.")
 
 
 def configured_commands() -> dict[str, Command]:

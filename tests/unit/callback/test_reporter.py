@@ -284,3 +284,22 @@ def test_scores_of_tasks_and_their_rows_are_reported(tmp_path, caplog):
     assert counts == {"inference_eval/step": 3, "inference_eval/report_errors": 2, "inference_eval/dropped_reports": 0}
     assert "after step 2 task u: the metric f1; training goes on" in caplog.text
     assert "the tasks after step 3 could not be scored; training goes on: 'no such field'" in caplog.text
+
+
+@pytest.mark.parametrize("fails", ["the file", "the tracker"])
+def test_what_fails_of_a_report_of_tasks_costs_its_own_part_alone(tmp_path, caplog, fails):
+    tracker = Recorder()
+    made = reporter(tmp_path, tracker)
+    if fails == "the file":
+        (tmp_path / "tasks.jsonl").mkdir()
+    else:
+        tracker.log_rows = None
+    row = TaskRow(step=2, task="t", question_id=0, prompt="p", generated_text="g", answer="a", metrics={"acc": 1.0})
+    results = TaskResults(scores={"t": {"acc": 1.0}}, rows=[row], requests=3, truncated=0, failures=["no f1"])
+    made.report_tasks(2, results)
+    assert made.flush(30) and made.errors == 2 and "after step 2 no f1; training goes on" in caplog.text
+    if fails == "the file":
+        assert "writing tasks.jsonl after step 2 failed" in caplog.text and len(tracker.calls) == 2
+    else:
+        assert "the tracker after step 2 failed" in caplog.text
+        assert read_jsonl(tmp_path / "tasks.jsonl") == [row.to_dict()]

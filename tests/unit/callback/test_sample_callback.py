@@ -347,6 +347,13 @@ def test_after_a_signal_the_last_report_has_two_seconds(caplog, monkeypatch):
     assert callback.flush()
 
 
+def test_why_an_alarm_ends_the_run_is_asked_of_the_callback():
+    callback = SampleCallback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer())
+    assert callback.stop_reason is None
+    callback._reporter._alarms.stop_reason = "loop in 24 of 32 answers"
+    assert callback.stop_reason == "loop in 24 of 32 answers"
+
+
 def test_what_is_not_reported_in_time_names_the_limit_not_what_was_left_of_it(caplog):
     release = threading.Event()
     callback = SampleCallback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer())

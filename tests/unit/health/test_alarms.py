@@ -47,6 +47,13 @@ def test_a_healthy_run_may_double_its_odds_and_the_test_would_see_more(monkeypat
     assert alarmed() >= 3
 
 
+def test_few_differences_are_worth_the_exact_test(monkeypatch):
+    tails = []
+    monkeypatch.setattr(module, "fisher_tail", lambda *samples: tails.append(samples) or 1.0)
+    alarmed_rounds(SimulatedRun(kind="drawn", prompts=64, answers=4, seed=0), 32)
+    assert 10 <= len(tails) <= 100, "of 21,970 pairs of samples"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("prompts", "answers"), [(32, 1), (16, 8), (128, 1)])
 def test_a_state_that_comes_is_told_within_two_rounds(kind, prompts, answers):

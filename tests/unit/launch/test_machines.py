@@ -40,7 +40,7 @@ def test_programs_are_found_beside_the_interpreter():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "no command given: put it after '--'"),
+        ([], "no command given: put it after --"),
         (["--processes", "0", "--", "x"], "--processes: 0 is too small; it must be at least 1"),
         (["--env", "A", "--", "x"], "--env: A has no '='; write NAME=VALUE"),
     ],

@@ -90,6 +90,7 @@ def test_what_a_file_says_twice_is_refused_and_an_alias_is_changed_in_one_place(
     ("arguments", "text"),
     [
         (["name", "a"], "argument 'name' was not expected"),
+        (["--config", "a.yaml"], "argument '--config' was not expected. Write --config_path FILE"),
         (["--name"], "argument --name has no value"),
         (["--name", "--inner.steps", "1"], "argument --name has no value"),
         (["--name", "[a"], "not YAML"),

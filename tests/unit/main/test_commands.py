@@ -44,9 +44,11 @@ def test_what_can_be_planned_has_a_configuration():
 
 def test_an_unknown_command_lists_the_known_ones():
     with pytest.raises(
-        ConfigError, match=r"unknown command 'trian'\. Known commands: demo, train-lm, .*plan, .*See lockstep"
+        ConfigError, match=r"unknown command 'trian'\. .*Known commands: demo, train-lm, .*plan, .*See lockstep"
     ):
         find_command("trian")
+    with pytest.raises(ConfigError, match="'train_lm'. Did you mean train-lm. Known"):
+        find_command("train_lm")
 
 
 def test_the_table_imports_no_command():

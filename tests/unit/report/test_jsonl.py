@@ -61,6 +61,8 @@ def test_a_torn_last_line_is_removed_with_a_warning(tmp_path, caplog, filler):
     path.write_bytes(torn)
     assert repair_jsonl(path) == len(torn)
     assert path.read_bytes() == b""
+    path.write_bytes(b"\n" + torn)
+    assert repair_jsonl(path) == len(torn), "an empty line is one"
 
 
 def test_a_last_line_that_only_lacks_its_newline_is_kept(tmp_path, caplog):

@@ -32,6 +32,7 @@ from lockstep.text import (
     prompt_end,
     special_tokens,
     stop_ids,
+    token_count,
     token_texts,
     tokenizer_digest,
     write_tokenizer,
@@ -262,6 +263,7 @@ def test_an_unknown_hub_name_is_refused(monkeypatch):
 
 def test_vocabulary_must_fit_the_model(tokenizer):
     size = len(tokenizer)
+    assert token_count(tokenizer) == size
     check_vocab(tokenizer, size)
     check_vocab(tokenizer, size + 64)
     with pytest.raises(ConfigError, match=rf"largest token id is {size - 1} .* has {size - 1} entries .* least {size}"):

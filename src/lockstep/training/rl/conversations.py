@@ -162,7 +162,10 @@ class EnvironmentThread:
                 except BaseException as error:  # an environment is the user's own code
                     late = isinstance(error, TimeoutError)
                     failure = _Outage if late or is_passing(error) else _Failure
-                    result = failure(LATE if late else error_text(error, ERROR_LENGTH))
+                    text = error_text(error, ERROR_LENGTH)
+                    if isinstance(error, RuntimeError) and "event loop" in text.lower():
+                        text += ". Each conversation has an event loop of its own: make clients in reset"
+                    result = failure(LATE if late else text)
                 self._said.put((self._number, result))
             with contextlib.suppress(BaseException), leader_only():
                 runner.run(asyncio.wait_for(self._environment.close(), self._environment.timeout_s))

@@ -1,6 +1,5 @@
 """Computing rewards: each host its share, in threads, from when its answers are there."""
 
-import asyncio
 import collections
 import copy
 import dataclasses
@@ -10,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from lockstep.json_text import FOREIGN, refused
 from lockstep.printable import error_text, get_logger
 from lockstep.report import Row, as_number
 from lockstep.text import Prompt
+from lockstep.training.rl.event_loop import EventLoop
 from lockstep.training.rl.rewards import Reward, RewardConfig, labels
 
 type Value = float | str
@@ -41,10 +42,14 @@ class Scoring:
 
     Each component of each answer is one job. Workers are threads that end with the rollout; one that hangs in a user's
     function is left behind, and holds up nothing. In all of them a launch of a device program raises.
+
+    Args:
+        loop: Where coroutines of rewards run; None: in a loop of its own.
     """
 
-    def __init__(self, rewards: Mapping[str, Reward], workers: int) -> None:
-        self._rewards = rewards
+    def __init__(self, rewards: Mapping[str, Reward], workers: int, loop: EventLoop | None = None) -> None:
+        self._rewards, self._loop = rewards, loop or EventLoop()
+        self._running: set[Future[Any]] = set()  # coroutines
         self._jobs: queue.SimpleQueue[tuple[int, str, Row, Prompt] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._values: dict[tuple[int, str], Value] = {}
@@ -74,7 +79,8 @@ class Scoring:
         with self._changed:
             self._changed.wait_for(lambda: len(self._values) == len(self._submitted), timeout_s)
             self._closed = True
-            values = dict(self._values)
+            values, late = dict(self._values), list(self._running)
+        self._loop.cancel(late)
         by_answer: dict[int, dict[str, Value]] = {}
         for number, name in self._submitted:
             by_answer.setdefault(number, {})[name] = values.get((number, name), LATE)
@@ -85,23 +91,23 @@ class Scoring:
         self.finish(0.0)
 
     def _work(self) -> None:
-        with leader_only(), asyncio.Runner() as runner:
+        with leader_only():
             while (job := self._jobs.get()) is not None:
                 number, name, row, prompt = job
                 if self._closed:
                     continue
-                value = self._value(runner, self._rewards[name], row, prompt)
+                value = self._value(self._rewards[name], row, prompt)
                 with self._changed:
                     self._values[number, name] = value
                     self._changed.notify()
 
-    def _value(self, runner: asyncio.Runner, reward: Reward, row: Row, prompt: Prompt) -> Value:
+    def _value(self, reward: Reward, row: Row, prompt: Prompt) -> Value:
         for pause_s in (*PAUSES_S, None):
             try:
                 # What a reward changes in its fields is nobody else's.
                 value = reward(row, dataclasses.replace(prompt, fields=copy.deepcopy(prompt.fields)))
                 if inspect.isawaitable(value):
-                    value = runner.run(_awaited(value))
+                    value = self._awaited(value)
                 return as_number(value)
             except BaseException as error:  # a reward is the user's own code, and no signal comes to a thread
                 text = error_text(error, ERROR_LENGTH)
@@ -112,14 +118,25 @@ class Scoring:
             time.sleep(pause_s)
         return Outage(text)
 
+    def _awaited(self, value: Awaitable[Any]) -> Any:
+        future = self._loop.submit(value)
+        with self._changed:
+            self._running.add(future)
+        try:
+            result, error = future.result()
+        finally:
+            with self._changed:
+                self._running.discard(future)
+        if error is not None:
+            raise error
+        return result
 
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
 
-
-def try_rewards(rewards: Mapping[str, Reward], row: Row, prompt: Prompt, timeout_s: float) -> dict[str, str]:
+def try_rewards(
+    rewards: Mapping[str, Reward], row: Row, prompt: Prompt, timeout_s: float, loop: EventLoop | None = None
+) -> dict[str, str]:
     """Return what goes wrong with each component that fails for an answer."""
-    scoring = Scoring(rewards, workers=len(rewards))  # one that hangs makes no other late
+    scoring = Scoring(rewards, len(rewards), loop)  # one that hangs makes no other late
     scoring.submit(0, row, prompt)
     values = scoring.finish(timeout_s)[0]
     return {name: value for name, value in values.items() if isinstance(value, str)}
@@ -177,6 +194,7 @@ class Rewarder:
         judges = {name: config.weight for name, config in self._configs.items() if config.weight and not config.SHAPING}
         self._judges = judges if filter_by is None else {filter_by: 1.0}
         self._workers, self._timeout_s = workers, timeout_s
+        self._loop = EventLoop()
         self._warned: set[str] = set()
 
     def check(self, row: Row, prompt: Prompt, wait_s: float = math.inf) -> None:
@@ -195,7 +213,7 @@ class Rewarder:
         for pause_s in (*PAUSES_S, math.inf):
             late = {name: self._functions[name] for name, text in wrong.items() if text == LATE}
             wrong = {name: text for name, text in wrong.items() if text != LATE}
-            wrong |= try_rewards(late, row, prompt, self._timeout_s)
+            wrong |= try_rewards(late, row, prompt, self._timeout_s, self._loop)
             tries += 1
             if LATE not in wrong.values() or time.monotonic() + pause_s + self._timeout_s > deadline:
                 break
@@ -217,7 +235,7 @@ class Rewarder:
 
     def begin(self) -> Scoring:
         """Start the threads of a rollout. This host's share of its answers is submitted to the result."""
-        return Scoring(self._functions, self._workers)
+        return Scoring(self._functions, self._workers, self._loop)
 
     def finish(
         self, hosts: Hosts, scoring: Scoring, n_answers: int, scores: Mapping[str, Sequence[float | None]] | None = None

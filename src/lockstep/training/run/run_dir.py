@@ -170,6 +170,7 @@ def closing_summary(run_dir: Path, result: TrainResult, num_train_steps: int, sa
         ("samples", run_dir / "samples.jsonl"),
         ("rollouts", run_dir / ROLLOUTS_FILE),
         *(("metrics", path) for path in sorted(run_dir.glob("metrics*.jsonl"))),
+        ("events", run_dir / "tensorboard"),
         *(("W&B run", path) for path in sorted(run_dir.glob("wandb/*run-*"))),
     ]
     lines += [f"  {name:<11}{path}" for name, path in files if path.exists()]

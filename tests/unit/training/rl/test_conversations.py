@@ -123,6 +123,13 @@ def test_what_cannot_follow_an_answer_says_why(reply, error):
     assert error in answered(conversations, "It is 3.")["error"]
 
 
+def test_the_error_of_a_client_that_conversations_share_says_where_to_make_it():
+    error = RuntimeError("<asyncio.locks.Event object> is bound to a different event loop")
+    conversations, _ = begun(Returns(reply=error))
+    said_last = answered(conversations, "It is 3.")["error"]
+    assert said_last.endswith("Each conversation has an event loop of its own: make clients in reset")
+
+
 @pytest.mark.parametrize("done", [True, False])
 def test_a_message_that_no_model_reads_is_not_stored_whole(done):
     huge = "x" * 100_000

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.errors import PeerError
+from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.placement import make_mesh
 from lockstep.report import Row
@@ -32,6 +32,12 @@ def load(checkpoint, mesh_shape="auto", **values):
     hosts, mesh = Hosts(MemoryClient.hub(1)[0]), make_mesh(mesh_shape)
     trainer = TrainerConfig(train_batch_size=8 * mesh.size, per_device_parallelism=4, mp="f32")
     return RewardModel.load("judge", ModelReward(model=checkpoint, **values), trainer, Programs(hosts, mesh)), hosts
+
+
+def test_a_limit_below_a_token_of_question_and_of_answer_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.max_seq_len is 1; it must be at least 2"):
+        ModelReward(model="judge", max_seq_len=1)
+    assert ModelReward(model="judge", max_seq_len=2).max_seq_len == 2
 
 
 class Given(RewardModel):

@@ -160,10 +160,11 @@ def test_the_summary_ends_with_the_figure_that_says_something(tmp_path, values, 
 
 def test_the_summary_says_how_to_go_on(tmp_path):
     (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    (tmp_path / "tensorboard").mkdir()
     (tmp_path / "hf").mkdir()
     text = closing_summary(tmp_path, result(), 10, str(tmp_path / "hf"))
     assert f"checkpoint {tmp_path}/hf" in text and f"--initialize_from_hf {tmp_path}/hf" in text
-    assert f"wandb sync {tmp_path}/wandb/offline-run-1" in text
+    assert f"wandb sync {tmp_path}/wandb/offline-run-1" in text and f"events     {tmp_path}/tensorboard" in text
 
 
 @pytest.mark.parametrize(
