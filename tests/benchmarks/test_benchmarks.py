@@ -43,6 +43,7 @@ ARGUMENTS = {
 }
 """The arguments beside the smallest sizes."""
 NIGHTLY = {
+    "decode": "its contestants are those of accelerator, which test_accelerator.py runs",
     "drafts": "it decodes as decode does",
     "exact": "it compiles some 900 programs",
     "experts": "engines, and others in two processes",
@@ -50,6 +51,7 @@ NIGHTLY = {
     "levanter_round": "Levanter's start, in two processes",
     "logprob_gap": "it trains a model, and compiles 17 engines",
     "rollout_ahead": "two processes train",
+    "round_overhead": "two processes sample; host_cost has their gates and exchanges",
     "sampler": "it starts a job of two processes",
     "tokamax_kernels": "the TPU compiler takes half a minute, and tokamax is not installed",
     "tpu_programs": "the TPU compiler takes half a minute; tests/tpu_compile/test_programs.py has its functions",

@@ -57,6 +57,7 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+YARN = {"rope_type": "yarn", "rope_theta": 200.0, "factor": 4.0, "original_max_position_embeddings": 16}
 DEEPSEEK = {
     **{**ODD, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6},
     "kv_lora_rank": 14,
@@ -159,14 +160,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         num_local_experts=5,
         num_experts_per_tok=3,
         sliding_window=7,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 200.0,
-            "factor": 4.0,
-            "beta_fast": 2.0,
-            "truncate": False,
-            "original_max_position_embeddings": 16,
-        },
+        rope_parameters={**YARN, "beta_fast": 2.0, "truncate": False},
     ),
     "glm4": Glm4Config(
         **{**ODD, "hidden_size": 48},
@@ -221,15 +215,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **DEEPSEEK,
         q_lora_rank=22,
         rope_interleave=True,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 200.0,
-            "factor": 4.0,
-            "beta_fast": 2.0,
-            "original_max_position_embeddings": 16,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
+        rope_parameters={**YARN, "beta_fast": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     # Queries of the residual stream, as V2-Lite and Kimi-VL have them; another factor of scores, an epsilon that the
     # norms of latents do not have.
@@ -238,14 +224,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         q_lora_rank=None,
         rms_norm_eps=1e-2,
         rope_interleave=False,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 200.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-        },
+        rope_parameters={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
     ),
     # Three value heads to each of two key heads, each part of a projection a tensor of its own.
     "qwen3_5": Qwen3_5TextConfig(
@@ -266,14 +245,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         q_lora_rank=22,
         topk_method="group_limited_greedy",
         routed_scaling_factor=1.7,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 200.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-        },
+        rope_parameters={**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
     ),
     "deepseek_v2_lite": DeepseekV2Config(
         **{**DEEPSEEK, "n_group": 1, "topk_group": 1},
@@ -286,14 +258,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **{**ODD, "hidden_size": 60, "num_hidden_layers": 5},
         sliding_window=5,
         rope_parameters={
-            "full_attention": {
-                "rope_type": "yarn",
-                "rope_theta": 200.0,
-                "factor": 4.0,
-                "beta_fast": 2.0,
-                "original_max_position_embeddings": 16,
-                "attention_factor": 1.3,
-            },
+            "full_attention": {**YARN, "beta_fast": 2.0, "attention_factor": 1.3},
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         },
         eos_token_id=0,

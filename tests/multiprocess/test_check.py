@@ -137,7 +137,7 @@ def test_a_difference_is_told_while_the_script_runs(tmp_path):
     assert told < output.index("the last line") < output.index("On a pod: ")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_the_check_the_scripts_pass_in_several_processes_and_in_one():
     words = ["launch", "--processes", "2", "--devices_per_process", "2", "--", "python", str(BUGS / "all.py")]
     run = subprocess.run([sys.executable, "-c", CHECK, *words], cwd=ROOT, capture_output=True, text=True, timeout=170)

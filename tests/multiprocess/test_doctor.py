@@ -81,7 +81,7 @@ def test_the_self_test_passes_in_every_layout(tmp_path):
     assert kept["collectives"] and chip.source.startswith("measured 20")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the forged end of test_hosts.py
 def test_a_forged_end_of_another_process_is_no_report_without_faults():
     """A stranger posts the exit code 0 to a job of doctor, whose own processes have not ended."""
     run = doctor(before="from tests.multiprocess.scenarios import forge_end_once_joined; forge_end_once_joined(); ")

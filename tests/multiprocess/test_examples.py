@@ -100,8 +100,8 @@ def test_levanter_on_a_pod_reads_only_the_bucket_and_what_is_synced(checkpoint, 
     assert len(table["data"]) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dict_loop", pytest.param("nnx_loop", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # in make slow: the model of test_walks.py
+@pytest.mark.parametrize("name", ["dict_loop", "nnx_loop"])
 def test_models_of_ones_own_are_read_on_two_hosts(name, tmp_path):
     arguments = ["--steps", "4", "--eval_every", "2", "--output_dir", str(tmp_path)]
     run = run_command(["python", f"examples/{name}.py", *arguments], cwd=ROOT, timeout_s=180)

@@ -75,7 +75,9 @@ def body_leader_only(hosts: Hosts):
         return [raised, float(total(x))]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])  # test_numbering.py has 4 too
+@pytest.mark.parametrize(
+    "processes", [2, pytest.param(4, marks=pytest.mark.nightly)]
+)  # in make slow: test_numbering.py
 @pytest.mark.parametrize(
     "behaviour",  # threads wait as long as processes for who is late: tests/unit/hosts
     [pytest.param(each, marks=[pytest.mark.slow] * (each == LATE)) for each in BEHAVIOURS],
@@ -157,7 +159,7 @@ def test_an_error_of_all_is_said_after_the_leader_has_closed_what_is_open():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bare", [[], ["bare"]], ids=["run_main", "bare"])
+@pytest.mark.parametrize("bare", [pytest.param([], marks=pytest.mark.nightly), ["bare"]], ids=["run_main", "bare"])
 def test_threads_that_ask_the_service_at_the_end_abort_nobody(bare):
     """Python would end them where they come back from C++, which takes that for an exception that nothing may throw."""
     codes, outputs = _run_by_hand([*bare, "ask"])
@@ -218,7 +220,7 @@ def test_the_service_listens_on_loopback_alone_and_a_forged_end_is_a_failure():
     assert run.output.count(r"ends because process 9 done \x1b[2J\x1b]0;title\x07") >= 2
 
 
-@pytest.mark.slow  # against a cluster: tests/unit/launch/test_gke.py
+@pytest.mark.nightly  # against a cluster: tests/unit/launch/test_gke.py
 def test_a_fault_is_tried_again_until_nothing_was_saved_in_between():
     """Attempts 0 and 1 end by the fault; the second had saved a checkpoint, the third has not."""
     command = [sys.executable, str(LAUNCHER), "--retries", "9", "--", *SCENARIO, "fault", "1", "1"]
@@ -229,8 +231,8 @@ def test_a_fault_is_tried_again_until_nothing_was_saved_in_between():
     assert "attempt 3 has ended by a fault too, and no checkpoint was saved since the one before" in output
 
 
-@pytest.mark.slow  # with processes of no job: tests/unit/launch/test_processes.py
-@pytest.mark.parametrize("victim", [pytest.param("0", marks=pytest.mark.nightly), "1"])
+@pytest.mark.nightly  # with processes of no job: tests/unit/launch/test_processes.py
+@pytest.mark.parametrize("victim", ["0", "1"])
 def test_launcher_shows_the_failing_process(victim):
     run = run_command([*SCENARIO, "fail", victim])
     assert run.code == 1
@@ -245,7 +247,7 @@ def test_a_service_that_the_user_started_is_used():
     assert [f"process {i} of 2" in output for i, output in enumerate(outputs)] == [True, True]
 
 
-@pytest.mark.slow  # with processes of no job: tests/unit/launch/test_processes.py
+@pytest.mark.nightly  # with processes of no job: tests/unit/launch/test_processes.py
 def test_ctrl_c_ends_all_processes_quietly():
     command = [sys.executable, str(LAUNCHER), "--processes", "2", "--grace_s", "600", "--", *SCENARIO, "wait"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

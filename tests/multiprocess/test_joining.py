@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]  # in one process: tes
 LOOP = ["python", "-m", "tests.multiprocess.joining_loop"]
 
 
-@pytest.mark.parametrize("how", ["start", "initialize"])
+@pytest.mark.parametrize("how", ["initialize", pytest.param("start", marks=pytest.mark.nightly)])
 def test_a_callback_that_is_made_before_the_job_is_joined_writes_each_row_once(how, tmp_path):
     run = run_command([*LOOP, how, str(tmp_path)], devices=1)
     assert run.code == 0, run.output

@@ -28,7 +28,7 @@ def test_a_killed_process_is_named_long_before_jax_misses_it():
         assert "Check failure stack trace" not in log
 
 
-STOPS = [(victim, moment) for victim in (0, 1) for moment in ("joining", "steps")]
+STOPS = [(0, "joining"), (1, "steps")]
 """Who is stopped, and when; all at once, because their processes have nothing to do but to wait."""
 
 

@@ -81,7 +81,7 @@ def write_config(path, checkpoint, run_id, **values):
     return path
 
 
-SOME = [(2, 1), (4, "all"), (2, 0), (2, "all")]
+SOME = [(4, 0), (2, "all")]
 MORE = [(2, 1), (4, "all"), (1, "all"), (2, 0), (4, 3), (2, "all")]
 """Processes, and which of them is killed: all of two when all rows are there, while they are gathered and merged."""
 

@@ -236,21 +236,21 @@ def oracle():
 
 @pytest.mark.slow
 def test_the_first_step_is_the_same_on_every_mesh(oracle):
-    meshes = ["auto", "host_local", "1,2,2", SLICES]
-    results = run_processes(body_meshes, processes=2, devices=2, args=(meshes,), timeout_s=300)
+    meshes = ["1,2,2", SLICES]  # others: test_packed_rows, and on four processes
+    results = run_processes(body_meshes, args=(meshes,), timeout_s=300)
     check_meshes(results, oracle, meshes)
 
 
 @pytest.mark.nightly
 def test_the_first_step_is_the_same_on_four_processes(oracle):
     meshes = ["auto", "host_local", "2,2,2"]
-    results = run_processes(body_meshes, processes=4, devices=2, args=(meshes,), timeout_s=400)
+    results = run_processes(body_meshes, processes=4, args=(meshes,), timeout_s=400)
     check_meshes(results, oracle, meshes)
 
 
 @pytest.mark.slow
 def test_packed_rows_are_learned_from_as_rows_of_one_answer():
-    leader, other = run_processes(body_packed, processes=2, devices=2, timeout_s=240)
+    leader, other = run_processes(body_packed, timeout_s=240)
     assert leader["columns"] == other["columns"] and leader["loss"] == other["loss"]
     assert leader["filled"] == other["filled"] <= runs.BATCH / 2, "three answers in a row"
     assert set(leader["traces"]) == {1}
@@ -267,7 +267,7 @@ def test_packed_rows_are_learned_from_as_rows_of_one_answer():
 
 @pytest.mark.slow
 def test_a_reward_that_fails_on_one_host_costs_its_answers_their_reward():
-    leader, other = run_processes(body_failing_reward, processes=2, devices=2, timeout_s=200)
+    leader, other = run_processes(body_failing_reward, timeout_s=200)
     assert leader["failed"] == runs.BATCH / 2 and leader["least"] <= -2.5
     assert leader["advantage"] == other["advantage"] and leader["losses"] == other["losses"]
     assert leader["launches"] == other["launches"]
@@ -277,14 +277,14 @@ def test_a_reward_that_fails_on_one_host_costs_its_answers_their_reward():
 def unbroken(tmp_path_factory):
     """Losses by step of a run without a break."""
     directory = str(tmp_path_factory.mktemp("unbroken"))
-    (losses, _), other = run_processes(body_unbroken, processes=2, devices=2, args=(directory,), timeout_s=200)
+    (losses, _), other = run_processes(body_unbroken, args=(directory,), timeout_s=200)
     assert other[0] == losses and sorted(losses) == [str(step) for step in range(1, 9)]
     return losses
 
 
 @pytest.mark.slow
 def test_a_run_that_ends_within_a_rollout_goes_on_bit_for_bit(tmp_path, unbroken):
-    results = run_processes(body_resume, processes=2, devices=2, args=(str(tmp_path),), timeout_s=400)
+    results = run_processes(body_resume, args=(str(tmp_path),), timeout_s=400)
     assert results[0] == results[1]
     assert results[0]["ends"] == [[4, signal.SIGTERM, 0], [6, signal.SIGTERM, 0]]
     first, second, third, killed = results[0]["losses"]
@@ -294,22 +294,18 @@ def test_a_run_that_ends_within_a_rollout_goes_on_bit_for_bit(tmp_path, unbroken
     assert killed == {step: unbroken[step] for step in "45678"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "victims", [[1], pytest.param([0], marks=pytest.mark.nightly), pytest.param([0, 1], marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # in make slow: a kill in a conversation, test_conversations.py
+@pytest.mark.parametrize("victims", [[1], [0], [0, 1]])
 def test_a_process_killed_within_a_rollout_goes_on_bit_for_bit(tmp_path, victims, unbroken):
     where = tmp_path / "killed"
     with pytest.raises(AssertionError, match=f"process {victims[0]} failed, exit code 137, killed"):
-        run_processes(
-            body_killed, processes=2, devices=2, args=(str(where), victims), timeout_s=200, own="it is killed"
-        )
+        run_processes(body_killed, args=(str(where), victims), timeout_s=200, own="it is killed")
     rollouts = (where / "run" / "rollouts.jsonl").read_text().splitlines()
     # The rollout before step 1 was reported; that before step 5, whose first answers were scored, was not.
     assert {json.loads(line)["step"] for line in rollouts} == {1}
     steps = sorted(path.name for path in (where / "run" / "checkpoints").glob("step-*"))
     assert steps == ["step-3"], "no step after the checkpoint was saved"
-    results = run_processes(body_unbroken, processes=2, devices=2, args=(str(where),), timeout_s=200)
+    results = run_processes(body_unbroken, args=(str(where),), timeout_s=200)
     assert results[0] == results[1]
     losses, end = results[0]
     assert losses == {step: unbroken[step] for step in "45678"} and end == [8, None, 0]
@@ -411,5 +407,5 @@ def check_the_evaluation_on_gsm8k(directory, checkpoint):
 
 @pytest.mark.slow
 def test_experts_agree_and_are_replayed_on_two_processes():
-    (losses, gaps), (others, _) = run_processes(body_experts, processes=2, devices=2, timeout_s=200)
+    (losses, gaps), (others, _) = run_processes(body_experts, timeout_s=200)
     assert losses == others and gaps == [0.0, 0.0]

@@ -76,17 +76,16 @@ def test_simpo_learns_what_holds_for_pairs_it_has_not_seen(tmp_path, seed):
     assert accuracies[2] < 0.75 <= accuracies[30], accuracies
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: those of test_wrong_input.py, since every command checks these with the same code
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--data.max_seq_len", "8"], "sums.jsonl:1 (chosen) has 19 tokens, but a row has 8"),
-        # Every command checks these with the same code: one kind is enough for `make test`.
-        pytest.param(["--tokenizer", "./data/none"], "data/none", marks=pytest.mark.nightly),
-        pytest.param(["--trainer.train_batch_size", "6"], "train_batch_size is 6", marks=pytest.mark.nightly),
-        pytest.param(["--inference_eval.max_seq_len", "16"], "max_seq_len is 16", marks=pytest.mark.nightly),
-        pytest.param(["--trainer.steps_per_eval", "3"], "validation_urls is empty", marks=pytest.mark.nightly),
-        pytest.param(["--trainer.nm_train_steps", "3"], "Did you mean 'num_train_steps'?", marks=pytest.mark.nightly),
+        (["--tokenizer", "./data/none"], "data/none"),
+        (["--trainer.train_batch_size", "6"], "train_batch_size is 6"),
+        (["--inference_eval.max_seq_len", "16"], "max_seq_len is 16"),
+        (["--trainer.steps_per_eval", "3"], "validation_urls is empty"),
+        (["--trainer.nm_train_steps", "3"], "Did you mean 'num_train_steps'?"),
     ],
     ids=["rows", "tokenizer", "batch", "prompts", "validation", "key"],
 )

@@ -143,7 +143,7 @@ def test_requests_that_differ_are_found_by_the_engine(results):
             [],
             {"REQUIRE_JAX_PROCESS_COUNT": "3"},
             ["has 2 process", "requires 3", "Start the command on every worker"],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,  # in make slow: test_guardrails_stop_every_process_at_once
         ),
         pytest.param(
             [],

@@ -10,6 +10,7 @@ import sysconfig
 import venv
 import zipfile
 from collections.abc import Iterable
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -41,12 +42,19 @@ def metadata_of(wheel: Path) -> importlib.metadata.PathDistribution:
 
 
 def link(distribution: importlib.metadata.Distribution, site: Path) -> None:
-    """Put the files of a package into the packages of another environment, but for its commands."""
+    """Put the files of a package into the packages of another environment, but for its commands.
+
+    With the bytecode that is there: to make that of JAX and transformers anew takes longer than the tests.
+    """
     for file in distribution.files or ():
         if ".." not in file.parts and file.suffix != ".pyc":
-            place = site / file
+            place, original = site / file, Path(str(distribution.locate_file(file))).resolve()
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.symlink_to(Path(str(distribution.locate_file(file))).resolve())
+            place.symlink_to(original)
+            if file.suffix == ".py" and (made := Path(cache_from_source(str(original)))).exists():
+                cached = Path(cache_from_source(str(place)))
+                cached.parent.mkdir(exist_ok=True)
+                cached.symlink_to(made)
 
 
 def make_clean_env(wheel: Path, home: Path) -> Path:

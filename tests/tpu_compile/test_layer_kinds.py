@@ -1,5 +1,7 @@
 """Layers with and without a window in one model, through the TPU compiler: in its kernels the window is a constant."""
 
+from typing import Any
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -14,29 +16,39 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.sizing.memory_model import MemoryModel
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, RotaryConfig, Variant
+from lockstep.models import LlamaConfig, LlamaLMHeadModel, RotaryConfig, Variant, find_preset
 from lockstep.models.families.family import ModelPreset
+from lockstep.models.families.olmo3 import Olmo3Config, Olmo3Variant
 from lockstep.placement import COMPUTE_AXES, make_mesh
 from lockstep.plan.traffic import copies
 from lockstep.types import Request, SamplingParams
 from lockstep.xla import Hlo, topology
 
 LENGTH = 2048
-CONFIG = LlamaConfig(
-    max_seq_len=LENGTH,
-    hidden_dim=1024,
-    intermediate_dim=1024,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=128,
-    qk_norm=True,
+SIZES: dict[str, Any] = {
+    "max_seq_len": LENGTH,
+    "hidden_dim": 1024,
+    "intermediate_dim": 1024,
+    "num_layers": 6,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 128,
+    "qk_norm": True,
+}
+GEMMA3 = LlamaConfig(
+    **SIZES,
     rope=RotaryConfig(theta=1e6, linear_factor=8.0),
     variant=Variant(
         sliding_window=512,
         layer_types=("sliding_attention",) * 5 + ("full_attention",),
         sliding_rope=RotaryConfig(theta=1e4),
     ),
+)
+# The layers of a kind have a factor of scores, too, and norms are over all heads together.
+OLMO3 = Olmo3Config(
+    **SIZES,
+    rope=find_preset("olmo-3-7b").config.rope,
+    variant=Olmo3Variant(sliding_window=512, full_attention_every=3),
 )
 
 
@@ -45,17 +57,24 @@ def kernels(text: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slice_", ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.nightly)])
-def test_decoding_chooses_between_two_calls_of_the_kernel(slice_):
+@pytest.mark.parametrize(
+    ("config", "slice_"),
+    [
+        (GEMMA3, "v5p-8"),
+        pytest.param(GEMMA3, "v6e-4", marks=pytest.mark.nightly),
+        pytest.param(OLMO3, "v5p-8", marks=pytest.mark.nightly),
+    ],
+)
+def test_decoding_chooses_between_two_calls_of_the_kernel(config, slice_):
     mesh = make_mesh("auto", list(topology(slice_).devices))
-    weights = weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=1024), "bfloat16")
+    weights = weights_on(mesh, ModelPreset(config=config, vocab_size=1024), "bfloat16")
     params = SamplingParams(max_new_tokens=64, temperature=0.7)
     requests = [Request(prompt_id=i, prompt_tokens=tuple(range(960)), params=params) for i in range(64)]
     engine = Engine(EngineConfig(layout={"tensor": 2}, max_seq_len=1024, memory_bytes_per_device=1 << 30), mesh)
-    engine.prepare((CONFIG, weights), requests)
+    engine.prepare((config, weights), requests)
     assert "attention: TPU kernel" in engine.sizing.describe()
     sizes, predicted = engine.sizes, MemoryModel(engine.decode_model).temporaries(engine.sizes)
-    pool = (CONFIG.num_layers * sizes.pages, sizes.page_size, 2 * CONFIG.num_kv_heads // 2, CONFIG.head_size)
+    pool = (config.num_layers * sizes.pages, sizes.page_size, 2 * config.num_kv_heads // 2, config.head_size)
     for name in ("prefill", "decode"):
         memory, hlo = engine.programs[name].memory(), Hlo(engine.programs[name].text(), ())
         assert not copies(hlo, pool), name
@@ -66,13 +85,13 @@ def test_decoding_chooses_between_two_calls_of_the_kernel(slice_):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("slice_", ["v5p-8", "v6e-4"])
-def test_training_chooses_between_two_kernels_forward_and_backward(slice_):
+@pytest.mark.parametrize(("config", "slice_"), [(GEMMA3, "v5p-8"), (GEMMA3, "v6e-4"), (OLMO3, "v5p-8")])
+def test_training_chooses_between_two_kernels_forward_and_backward(config, slice_):
     mesh = make_mesh("1,2,-1", topology(slice_).devices)
     everywhere = NamedSharding(mesh, PartitionSpec())
     model = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=everywhere),
-        eqx.filter_eval_shape(LlamaLMHeadModel.init, Axis("vocab", 1024), CONFIG, key=jax.random.key(0)),
+        eqx.filter_eval_shape(LlamaLMHeadModel.init, Axis("vocab", 1024), config, key=jax.random.key(0)),
     )
     tokens = jax.ShapeDtypeStruct((4, LENGTH), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
 

@@ -1,5 +1,7 @@
 """`lockstep plan` with the real TPU compiler, as a user calls it."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -8,11 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
+from lockstep.main.arguments import parse_arguments
+from lockstep.main.cli import run_alone
+from lockstep.main.commands import find_command
 from lockstep.placement.device import save_calibration
+from lockstep.plan import make_plan
+from lockstep.xla import CompileCache, topology
 from tests.snippets import commands_before, lacking
 
 ROOT = Path(__file__).parents[2]
@@ -21,18 +29,28 @@ TINY_MODEL = "{type: llama, hidden_dim: 128, intermediate_dim: 256, num_layers: 
 SAMPLER = "sampler/sample_llama8b_multihost"
 
 
-def plan(*arguments, cache, timeout=1500):
-    """Exit code, what was printed, what was written as JSON."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    out = Path(cache) / "plan.json"
+def words_of(arguments, out, cache):
     out.unlink(missing_ok=True)
-    code = "import sys; from lockstep.main.cli import main; sys.argv[0] = 'lockstep'; main()"
-    run = subprocess.run(
-        [sys.executable, "-c", code, "plan", "--cache_dir", str(cache), "--json", str(out), *map(str, arguments)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
-    found = json.loads(out.read_text()) if out.exists() else None
-    return run.returncode, run.stdout + run.stderr, found
+    return ["plan", "--cache_dir", str(cache), "--json", str(out), *map(str, arguments)]
+
+
+def plan(*arguments, cache):
+    """Exit code, what was printed, what was written as JSON: in this process, which has JAX and the compiler."""
+    out, text, kept = Path(cache) / "plan.json", io.StringIO(), jax.config.jax_enable_compilation_cache
+    try:
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            code = run_alone(words_of(arguments, out, cache), debug=False)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", kept)
+    return code, text.getvalue(), json.loads(out.read_text()) if out.exists() else None
+
+
+def process(code, *words):
+    """What Python prints for a program, in a process of its own, and its exit code."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +60,11 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(cache):
-    return plan("--config_path", TINY, "--topology", "v6e-8", "--dollars_per_chip_hour", "2.5", cache=cache)
+    """As a user calls it."""
+    out = cache / "tiny.json"
+    words = ("--config_path", TINY, "--topology", "v6e-8", "--dollars_per_chip_hour", "2.5")
+    run = process("from lockstep.main.cli import main; main()", *words_of(words, out, cache))
+    return run.returncode, run.stdout + run.stderr, json.loads(out.read_text())
 
 
 @pytest.mark.slow
@@ -235,55 +257,48 @@ def test_exact_numerics_are_planned_with_their_price(cache):
     assert step["step_s"] == step["collectives_s"] + step["exact_s"] > step["exact_s"] > 0
 
 
-SAME = """
+ENGINE = """
 import json, sys
-import jax
 from lockstep.engine import Engine
-from lockstep.main.arguments import parse_arguments
-from lockstep.main.commands import find_command
 from lockstep.placement import make_mesh
-from lockstep.plan import make_plan
+from lockstep.plan.train_step import compile_step, make_state
 from lockstep.xla import CompileCache, topology
-from lockstep.plan.train_step import make_state
+from tests.tpu_compile.test_planner import chosen, tiny_workload
 
-command = find_command("train-simpo")
-work = command.workload(parse_arguments(command.config(), ["--config_path", "config/simpo_tiny.yaml"]))
-slice_ = topology(sys.argv[1])
-plan = make_plan(work, slice_, CompileCache(slice_.name, None, lambda *_: None))
-(planned,) = plan.sampling
-
-# What the callback does on those devices: an engine of its own that compiles with the compiler itself.
+name, free, microbatches = sys.argv[1:]
+slice_, work = topology(name), tiny_workload()
 mesh = make_mesh("auto", list(slice_.devices))
-(one,) = work.sampling
-engine = Engine(one.engine, mesh)
-engine.prepare(make_state(work, mesh).structs.model, one.requests, free=plan.memory - plan.resident)
+state, (sampling,) = make_state(work, mesh), work.sampling
+engine = Engine(sampling.engine, mesh)
+engine.prepare(state.structs.model, sampling.requests, free=int(free))
+cache = CompileCache(slice_.name, None, lambda *_: None)
+train = compile_step(work, mesh, state, cache, microbatches=int(microbatches)).digest
 digests = {name: program.digest for name, program in engine.programs.items()}
-print(json.dumps({
-    "same": [engine.sizing.layout == planned.sizing.layout, engine.sizing.sizes == planned.sizing.sizes,
-             engine.sizing.compiled == planned.sizing.compiled, digests == planned.digests],
-    "digests": digests | {"train": plan.training.summary.digest},
-}))
+print(json.dumps([chosen(engine.sizing), digests, train]))
 """
+"""What the callback does on the devices of a slice: an engine of its own, which compiles with the compiler itself."""
+
+
+def tiny_workload():
+    command = find_command("train-simpo")
+    return command.workload(parse_arguments(command.config(), ["--config_path", str(TINY)]))
+
+
+def chosen(sizing):
+    return [repr(value) for value in (sizing.layout, sizing.sizes, sizing.compiled)]
 
 
 @pytest.mark.slow
 def test_plan_and_engine_choose_the_same_on_every_process():
-    """One function, two callers; two processes of their own compile the same programs."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", SAME, "v5p-16"], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    found = []
-    for run in runs:
-        out, error = run.communicate(timeout=600)
-        assert run.returncode == 0, error[-4000:]
-        found.append(json.loads(out.splitlines()[-1]))
-    assert found[0]["same"] == found[1]["same"] == [True] * 4
-    assert found[0]["digests"] == found[1]["digests"] and len(found[0]["digests"]) >= 4
+    """One function, two callers; two processes compile the same programs."""
+    slice_ = topology("v5p-16")
+    made = make_plan(tiny_workload(), slice_, CompileCache(slice_.name, None, lambda *_: None))
+    (planned,) = made.sampling
+    run = process(ENGINE, "v5p-16", str(made.memory - made.resident), str(made.training.microbatches))
+    assert run.returncode == 0, run.stderr[-4000:]
+    sizing, digests, train = json.loads(run.stdout.splitlines()[-1])
+    assert (sizing, digests, train) == (chosen(planned.sizing), planned.digests, made.training.summary.digest)
+    assert len(digests) >= 3
 
 
 VMEM = """
@@ -312,10 +327,7 @@ except VmemError as error:
 @pytest.mark.slow
 def test_a_kernel_beyond_the_vector_memory_is_told_as_such():
     """The failure that cost earlier attempts days: blocks of 32 pages and 8 queries, no limit."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", VMEM], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
+    run = process(VMEM)
     assert run.returncode == 0, run.stderr[-4000:]
     last = run.stdout.splitlines()[-1]
     assert last.startswith("VMEM: program 'prefill': an attention kernel does not fit the vector memory"), run.stdout

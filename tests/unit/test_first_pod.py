@@ -1,6 +1,5 @@
 """docs/first-pod.md: every command of it is typed, in its order, against the fakes of Google's commands."""
 
-import os
 import re
 import shlex
 import shutil
@@ -13,7 +12,7 @@ import pytest
 
 from lockstep.launch import parse
 from tests import snippets
-from tests.fake_cloud.google_cloud import Cloud
+from tests.fake_cloud.laptop import Laptop
 from tests.snippets import commands
 
 ROOT = Path(__file__).parents[2]
@@ -100,13 +99,11 @@ def test_the_configuration_for_levanter_reads_only_what_the_page_has_put_into_th
     assert options.extras == "levanter,tpu,gcs"
 
 
-class Laptop:
-    """A machine with a clone, and Google's commands in front of a fake cloud."""
+class LaptopWithClone(Laptop):
+    """A laptop with a clone, and a stand-in for uv."""
 
     def __init__(self, directory):
-        self.directory = directory
-        self.cloud = Cloud(directory / "cloud")
-        self.cloud.install(directory / "bin")
+        super().__init__(directory)
         (directory / "bin" / "uv").write_text(UV)
         (directory / "bin" / "uv").chmod(0o755)
         (directory / "bin" / "python3.12").symlink_to(sys.executable)
@@ -117,15 +114,6 @@ class Laptop:
             else:
                 ignored = shutil.ignore_patterns("__pycache__", "runs", "*.pt")
                 shutil.copytree(ROOT / name, directory / "clone" / name, ignore=ignored)
-        (directory / "home").mkdir()
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "LOCKSTEP"))},
-            "FAKE_GOOGLE": str(self.cloud.directory),
-            "HOME": str(directory / "home"),
-            "LOCKSTEP_JOBS_DIR": str(directory / "jobs"),
-            "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
-            "PYTHONPATH": "",
-        }
 
     def type(self, line):
         """Type a line; the launcher looks at the cloud more often than it does by default."""
@@ -138,7 +126,7 @@ class Laptop:
 
 @pytest.mark.slow
 def test_the_page_is_typed(tmp_path):
-    laptop, outputs, compared = Laptop(tmp_path), [], []
+    laptop, outputs, compared = LaptopWithClone(tmp_path), [], []
     for block in BLOCKS:
         output = ""
         for line in filter(typed, commands(block)):

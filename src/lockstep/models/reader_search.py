@@ -26,11 +26,18 @@ from lockstep.models.attention import NO_WINDOW
 from lockstep.models.config import LayerKind, LlamaConfig, distinct, layer_kinds
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
-from lockstep.models.rope import Llama3Scaling, RotaryConfig
+from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.models.weights import DecoderWeights
 
 THETAS: Final = (100.0, 1e3, 1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
 LINEAR_FACTORS: Final = (1.0, 2.0, 4.0, 8.0)
+YARNS: Final = (
+    YarnScaling(factor=4.0, original_max_position_embeddings=32768),
+    YarnScaling(factor=8.0, original_max_position_embeddings=8192),
+    YarnScaling(truncate=False),
+    YarnScaling(factor=40.0),
+)
+"""Those of Qwen, OLMo 3, gpt-oss and DeepSeek."""
 EPSILONS: Final = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 ROUTED_FACTORS: Final = (1.0, 1.5, 1.8, 2.446, 2.5, 16.0)
 MOST_EXPERTS: Final = 16
@@ -169,16 +176,25 @@ def _choices(now: Experts, *, biased: bool) -> Iterator[Guess]:
 
 def _ropes(config: LlamaConfig) -> Iterator[tuple[str, tuple[RotaryConfig, ...]]]:
     """Other rotary embeddings, as those of each layer."""
-    now, layers = [kind.rope for kind in layer_kinds(config)], config.num_layers
-    for name, rope in (("rope", config.rope), ("variant.sliding_rope", config.variant.sliding_rope)):
+    now, layers, sliding = [kind.rope for kind in layer_kinds(config)], config.num_layers, config.variant.sliding_rope
+    two = sliding not in (None, config.rope)
+    for name, rope in (("rope", config.rope), *((("variant.sliding_rope", sliding),) if two else ())):
         if rope is not None and rope in now and math.isfinite(rope.linear_factor):
             for text, better in _other_ropes(name, rope):
                 yield text, tuple(better if current == rope else current for current in now)
-    if config.variant.sliding_rope is not None:
+    plain, windows = _unscaled(config.rope), [kind == "sliding_attention" for kind in config.layer_types or ()]
+    if not two and 0 < sum(windows) < layers and config.variant.full_rope:
+        if plain != config.rope:
+            text = is_now("variant.sliding_rope", sliding, plain)
+            yield text, tuple(plain if window else config.rope for window in windows)
+        for better in _with_yarn(config.rope):
+            text = is_now("rope.yarn", None, f"{better.yarn}, in layers without a window alone")
+            yield text, tuple(plain if window else better for window in windows)
+    if two:
         yield "variant.sliding_rope is set: all layers have rope", (config.rope,) * layers
     elif layers > 1:
         for every, theta, base in ((6, 1e4, 1e6), (2, 1e4, config.rope.theta)):
-            local = dataclasses.replace(config.rope, theta=theta, scaling=None, yarn=None, linear_factor=1.0)
+            local = dataclasses.replace(plain, theta=theta)
             own = dataclasses.replace(config.rope, theta=base)
             kinds = tuple(own if layer % every == every - 1 else local for layer in range(layers))
             if kinds != tuple(now) and len(set(kinds)) > 1:
@@ -193,7 +209,7 @@ def _other_ropes(name: str, rope: RotaryConfig) -> Iterator[tuple[str, RotaryCon
     for theta in THETAS:
         if theta != rope.theta:
             yield f"{name}.theta is {rope.theta:g}: it should be {theta:g}", dataclasses.replace(rope, theta=theta)
-    plain = dataclasses.replace(rope, scaling=None, yarn=None, linear_factor=1.0)
+    plain = _unscaled(rope)
     if rope.scaling is not None:
         yield f"{name}.scaling is set: the model has none", plain
     if rope.yarn is not None:
@@ -203,6 +219,8 @@ def _other_ropes(name: str, rope: RotaryConfig) -> Iterator[tuple[str, RotaryCon
             if not math.isclose(factor, rope.yarn.amplitude, rel_tol=1e-5):
                 text = is_now(f"{name}.yarn.attention_factor", f"{rope.yarn.amplitude:.6g}", f"{factor:.6g}")
                 yield text, dataclasses.replace(rope, yarn=dataclasses.replace(rope.yarn, attention_factor=factor))
+    for better in _with_yarn(rope):
+        yield is_now(f"{name}.yarn", None, better.yarn), better
     for factor in LINEAR_FACTORS:
         if factor != rope.linear_factor:
             text = f"{name}.linear_factor is {rope.linear_factor:g}: it should be {factor:g}"
@@ -212,6 +230,15 @@ def _other_ropes(name: str, rope: RotaryConfig) -> Iterator[tuple[str, RotaryCon
         if rope.scaling != scaling:
             text = f"{name}.scaling is {rope.scaling}: it should be {scaling}"
             yield text, dataclasses.replace(plain, scaling=scaling)
+
+
+def _unscaled(rope: RotaryConfig) -> RotaryConfig:
+    return dataclasses.replace(rope, scaling=None, yarn=None, linear_factor=1.0)
+
+
+def _with_yarn(rope: RotaryConfig) -> list[RotaryConfig]:
+    scaled = rope.yarn is not None or rope.partial_rotary_factor != 1
+    return [] if scaled else [dataclasses.replace(_unscaled(rope), yarn=yarn) for yarn in YARNS]
 
 
 def _layer_types(config: LlamaConfig) -> Iterator[tuple[str, tuple[LayerKind, ...]]]:

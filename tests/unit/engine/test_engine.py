@@ -146,7 +146,7 @@ def test_no_requests_no_answers(engine: Engine, model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 4}, "auto"])
+@pytest.mark.parametrize("layout", [{"tensor": 2}, pytest.param({"tensor": 4}, marks=pytest.mark.nightly), "auto"])
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma", marks=pytest.mark.nightly)])
 def test_layers_in_stages_are_moved_to_every_replica(family: str, layout: Any) -> None:
     model = model_on("pp=2,fsdp=2", FAMILIES[family])

@@ -22,6 +22,7 @@ from lockstep.models import (
     check_reader,
     from_names,
     read_decoder,
+    reader_search,
 )
 from lockstep.models.config import rotary_frequencies
 from lockstep.models.families.qwen3_next import Qwen3NextConfig
@@ -52,6 +53,7 @@ def numpy_forward(ids, weights=HOST, config=CONFIG, **what):
     frequencies = what.get("frequencies", rotary_frequencies(config))
     of_layers = np.broadcast_to(frequencies, (config.num_layers, half)).astype(np.float64)
     windows = np.broadcast_to(what.get("window", length), config.num_layers)
+    scales = np.broadcast_to(what.get("scale", config.head_size**-0.5), config.num_layers)
     distance = np.arange(length)[:, None] - np.arange(length)
 
     def norm(x, weight):
@@ -83,7 +85,7 @@ def numpy_forward(ids, weights=HOST, config=CONFIG, **what):
         group = config.q_heads_per_group
         kv_of = [n % config.num_kv_heads if what.get("interleaved_heads") else n // group for n in range(q.shape[2])]
         q, k, v = rotate(q), rotate(k)[:, :, kv_of], v[:, :, kv_of]
-        scores = np.einsum("btnh,bsnh->bnts", q, k) * what.get("scale", config.head_size**-0.5)
+        scores = np.einsum("btnh,bsnh->bnts", q, k) * scales[i]
         scores = np.where(seen, cap(scores, what.get("score_cap")), -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         out = np.einsum("bnts,bsnh->btnh", scores / scores.sum(-1, keepdims=True), v).reshape(*x.shape[:2], -1)
@@ -285,6 +287,40 @@ def test_layers_may_differ(compiled, variant, text):
 
     def forward(ids):
         return numpy_forward(np.asarray(ids), frequencies=BASES, window=np.array([8, LENGTH]))
+
+    if text is None:
+        assert check_reader(placed(config=config), forward, length=LENGTH).gap < 2e-5
+        return
+    with pytest.raises(ReaderMismatchError, match=text):
+        check_reader(placed(config=config), forward, length=LENGTH)
+
+
+PLAIN, YARN = RotaryConfig(theta=1e6), RotaryConfig(theta=1e6, yarn=reader_search.YARNS[1])
+
+
+@pytest.mark.parametrize(
+    ("full", "sliding", "text"),
+    [
+        pytest.param(YARN, PLAIN, None, marks=pytest.mark.slow),
+        (YARN, None, r"variant\.sliding_rope is None: it should be RotaryConfig\(theta=1000000\.0, .* yarn=None"),
+        pytest.param(
+            YARN, YARN, r"variant\.sliding_rope is Rot.* it should be Rot.* yarn=None", marks=pytest.mark.slow
+        ),
+        pytest.param(PLAIN, None, r"rope\.yarn is None: .*factor=8.*, in layers without", marks=pytest.mark.slow),
+    ],
+)
+def test_yarn_in_layers_without_a_window_alone_is_named(compiled, full, sliding, text):
+    """As in OLMo 3: the other layers have neither its frequencies nor its factor of scores."""
+    kinds = Variant(sliding_window=8, layer_types=("sliding_attention", "full_attention"), sliding_rope=sliding)
+    config = dataclasses.replace(CONFIG, rope=full, variant=kinds)
+    settings = {
+        "frequencies": np.stack([rotary_frequencies(CONFIG, rope) for rope in (PLAIN, YARN)]),
+        "scale": np.array([rope.score_factor for rope in (PLAIN, YARN)]) * CONFIG.head_size**-0.5,
+        "window": np.array([8, LENGTH]),
+    }
+
+    def forward(ids):
+        return numpy_forward(np.asarray(ids), **settings)
 
     if text is None:
         assert check_reader(placed(config=config), forward, length=LENGTH).gap < 2e-5

@@ -30,6 +30,7 @@ def same(one, other):
         Variant(
             sliding_window=8, layer_types=("sliding_attention", "full_attention"), sliding_rope=RotaryConfig(theta=1e4)
         ),
+        Variant(sliding_window=8, full_attention_every=2, sliding_rope=RotaryConfig(theta=5e5)),
         Variant(interleaved_rope=True),
         *(FAMILIES["latent"], FAMILIES["sinks"], LINEAR),
     ],

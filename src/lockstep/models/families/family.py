@@ -190,14 +190,7 @@ def _computed(config: LlamaConfig) -> dict[str, Any]:
     return fields | {f"variant.{name}": value for name, value in variant.items()}
 
 
-def count_experts(
-    hf: Mapping[str, Any], default: int | None = None, *, names: Sequence[str] = ("num_experts", "num_local_experts")
-) -> int:
-    """The number of experts, whose key has two names; ``default`` where the file has neither.
-
-    Raises:
-        ConfigError: The two differ, or there is no number.
-    """
+def _count_experts(hf: Mapping[str, Any], names: Sequence[str], default: int | None) -> int:
     counts = {key: hf[key] for key in names if key in hf}
     if len(set(counts.values())) > 1:
         raise ConfigError(
@@ -217,9 +210,25 @@ ROUTED: Final = {"num_experts_per_tok": "num_experts_per_tok", "load_balancing_c
 """Keys of ``config.json`` that most families with experts have, by the field of `Experts`."""
 
 
-def expert_fields(hf: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `Experts` by the keys of a ``config.json`` that have them."""
-    return {field: required(hf, key) for field, key in keys.items()}
+def expert_fields(
+    hf: Mapping[str, Any],
+    keys: Mapping[str, str],
+    *,
+    names: Sequence[str] = ("num_experts", "num_local_experts"),
+    default: int | None = None,
+) -> dict[str, Any]:
+    """The fields of `Experts` by the keys of a ``config.json`` that have them.
+
+    Args:
+        names: The names of the key of their number.
+        default: The number where the file has none.
+
+    Raises:
+        ConfigError: Two names have two numbers, or a number is missing.
+    """
+    return {"num_experts": _count_experts(hf, names, default)} | {
+        field: required(hf, key) for field, key in keys.items()
+    }
 
 
 def expert_keys(config: LlamaConfig, keys: Mapping[str, str]) -> dict[str, Any]:

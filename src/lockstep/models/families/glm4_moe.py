@@ -8,7 +8,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import Family, ModelPreset, count_experts, expert_fields, expert_keys, preset
+from lockstep.models.families.family import Family, ModelPreset, expert_fields, expert_keys, preset
 from lockstep.models.families.qwen3_moe import EXPERT_TENSORS, MLP
 from lockstep.models.rope import RotaryConfig, required
 
@@ -40,13 +40,16 @@ def experts_from_hf(hf: Mapping[str, Any]) -> Experts:
     """The experts of a ``config.json``, in DeepSeek V3's words."""
     width = required(hf, "moe_intermediate_size")
     return Experts(
-        num_experts=count_experts(hf, names=("n_routed_experts", "num_local_experts")),
         intermediate_dim=width,
         mlp_only_layers=tuple(range(hf["first_k_dense_replace"])),
         shared_intermediate_dim=width * hf["n_shared_experts"],
         scoring="biased_sigmoid",
         load_balancing_coef=0.0,
-        **expert_fields({**hf, "routed_scaling_factor": float(hf["routed_scaling_factor"])}, _KEYS),
+        **expert_fields(
+            {**hf, "routed_scaling_factor": float(hf["routed_scaling_factor"])},
+            _KEYS,
+            names=("n_routed_experts", "num_local_experts"),
+        ),
     )
 
 

@@ -12,7 +12,6 @@ from lockstep.models.families.family import (
     ROUTED,
     Family,
     ModelPreset,
-    count_experts,
     expert_fields,
     expert_keys,
     layer_types_to_hf,
@@ -68,7 +67,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "qkv_bias": True,
         "activation": "clamped_swiglu",
-        "experts": Experts(num_experts=count_experts(hf, 128), **expert_fields(hf, ROUTED)),
+        "experts": Experts(**expert_fields(hf, ROUTED, default=128)),
         "rope": rope_from_hf({**hf, "rope_parameters": rope_to_hf(GptOssConfig().rope)} if published else hf),
         **windows(hf["sliding_window"], hf.get("layer_types"), every=2, layers=hf["num_hidden_layers"]),
     }

@@ -7,7 +7,7 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama
-from lockstep.models.families.family import ROUTED, Family, count_experts, expert_fields, expert_keys, preset, windows
+from lockstep.models.families.family import ROUTED, Family, expert_fields, expert_keys, preset, windows
 from lockstep.models.rope import RotaryConfig
 
 
@@ -28,7 +28,7 @@ MOE: Final = llama.LAYER + "block_sparse_moe."
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    experts = Experts(num_experts=count_experts(hf, 8), **expert_fields(hf, ROUTED))
+    experts = Experts(**expert_fields(hf, ROUTED, default=8))
     return {"experts": experts, **windows(hf["sliding_window"], None)}
 
 

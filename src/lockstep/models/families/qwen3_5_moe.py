@@ -7,7 +7,7 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
-from lockstep.models.families.family import ROUTED, Family, count_experts, expert_fields, expert_keys, preset
+from lockstep.models.families.family import ROUTED, Family, expert_fields, expert_keys, preset
 from lockstep.models.families.qwen2_moe import SHARED_TENSORS
 from lockstep.models.families.qwen3_5 import COMMON, TENSORS, Qwen35Config
 from lockstep.models.families.qwen3_moe import EXPERT_TENSORS
@@ -31,7 +31,7 @@ _KEYS: Final = ROUTED | {
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     # In transformers every layer has experts, whose weights are divided by their sum: other keys are not read.
-    experts = Experts(num_experts=count_experts(hf), shared_router=True, **expert_fields(hf, _KEYS))
+    experts = Experts(shared_router=True, **expert_fields(hf, _KEYS))
     return {**read_linear(hf), "experts": experts}
 
 

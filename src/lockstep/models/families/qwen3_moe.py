@@ -7,16 +7,7 @@ from typing import Any, Final
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
-from lockstep.models.families.family import (
-    ROUTED,
-    Family,
-    ModelPreset,
-    count_experts,
-    expert_fields,
-    expert_keys,
-    preset,
-    windows,
-)
+from lockstep.models.families.family import ROUTED, Family, ModelPreset, expert_fields, expert_keys, preset, windows
 from lockstep.models.families.qwen2 import WINDOW_DEFAULTS
 from lockstep.models.rope import required
 
@@ -49,7 +40,6 @@ def read_experts(hf: Mapping[str, Any], *, shared: bool = False) -> Experts:
     step, only = hf["decoder_sparse_step"], set(hf["mlp_only_layers"] or ())
     layers = range(required(hf, "num_hidden_layers"))
     return Experts(
-        num_experts=count_experts(hf),
         mlp_only_layers=tuple(layer for layer in layers if layer in only or (layer + 1) % step),
         shared_intermediate_dim=required(hf, "shared_expert_intermediate_size") if shared else None,
         shared_router=shared,

@@ -38,11 +38,10 @@ SLOW = {
     "gemma3": ("tensor2",),
     "apertus": ("tensor2",),
     "experts": ("tensor2",),
-    "gpt_oss": ("tensor2",),
     "mixed": ("training",),
     "latent": ("tensor2",),
 }
-"""Those of `make slow`. The rest are nightly."""
+"""Those of `make slow`, which has gpt-oss on two devices in tests/unit/models/families. The rest are nightly."""
 
 
 def marks(family: str, layout: str) -> list[pytest.MarkDecorator]:
@@ -149,8 +148,9 @@ def test_the_oracle_sees_a_wrong_token() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_compared_has_both_endings_and_many_lengths() -> None:
-    for family in FAMILIES:
+@pytest.mark.parametrize("families", [[*QUICK, *SLOW], pytest.param([*FAMILIES], marks=pytest.mark.nightly)], ids=len)
+def test_what_is_compared_has_both_endings_and_many_lengths(families: Sequence[str]) -> None:
+    for family in families:
         want = expected(family, VOCAB)
         assert {e.finish_reason for e in want} == {FinishReason.STOP, FinishReason.LENGTH}, family
         assert len({e.tokens for e in want}) >= 8, family  # of 10; the greedy generations of a prompt are equal
