@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.multiprocess import test_resume as runs
+from tests.multiprocess.harness import run_processes
+from tests.multiprocess.launcher import cache_environment
 from tests.unit.launch.test_machines import LAUNCHER
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -44,15 +46,19 @@ def launched(directory, victim, number=signal.SIGKILL):
     directory.mkdir()
     words = [sys.executable, str(LAUNCHER), "--backend", "local", "--processes", "2", "--devices_per_process", "2"]
     words += ["--retries", "2", "--", sys.executable, "-c", SCRIPT, str(directory), str(victim), str(int(number))]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=os.environ | cache_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr, [json.loads(line) for line in (directory / "losses.jsonl").read_text().splitlines()]
 
 
+def body_plain(hosts):
+    losses, result, _ = runs.train(hosts, None)
+    return [list(losses.items()), result.completed_steps]
+
+
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    _, [(losses, steps)] = launched(tmp_path_factory.mktemp("plain") / "run", -1)
+def plain():
+    (losses, steps), _ = run_processes(body_plain)
     assert steps == 6
     return dict(losses)
 
