@@ -1,8 +1,9 @@
 """From a workload and a slice to a plan: every program compiled for that very mesh, none launched."""
 
-import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 
 from lockstep.engine import Engine, Sizing, never_used
 from lockstep.errors import CapacityError, CompilerError, ConfigError
+from lockstep.exits import give_work_up
 from lockstep.models import DecoderWeights, LlamaConfig, read_decoder
 from lockstep.placement import make_mesh
 from lockstep.placement.device import Chip, block_bytes, calibrated, chip_of
@@ -133,12 +135,12 @@ def _plan(
     hosts = [device.process_index for device in mesh.devices.flat]
     training: TrainStepPlan | None = None
     sampling: list[SamplingPlan] = []
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        step = pool.submit(plan_largest_step, workload, mesh, state, cache, chip.memory) if state else None
-        left = chip.memory - resident
+    left = chip.memory - resident
+    with _threads() as submit:
+        step = submit(plan_largest_step, workload, mesh, state, cache, chip.memory) if state else None
         for planned in workload.sampling:
             try:
-                sampling.append(_plan_sampling(workload, planned, mesh, decoder, cache, left, hosts))
+                sampling.append(submit(_plan_sampling, workload, planned, mesh, decoder, cache, left, hosts).result())
             except InfeasibleError as refused:
                 infeasibilities.append(refused.infeasibility)
         if step is not None:
@@ -195,6 +197,25 @@ def _model(workload: Workload, mesh: Mesh) -> tuple[State | None, Decoder]:
 
 def _bytes(decoder: Decoder) -> int:
     return sum(block_bytes(leaf) for leaf in jax.tree.leaves(decoder[1]))
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[Callable[..., Future[Any]]]:
+    """Two threads for what compiles, while this one waits and hears Ctrl-C and SIGTERM, which the compiler does not."""
+    pool, futures = ThreadPoolExecutor(2), list[Future[Any]]()
+
+    def submit(function: Callable[..., Any], *args: object) -> Future[Any]:
+        future = pool.submit(function, *args)
+        futures.append(future)
+        return future
+
+    try:
+        yield submit
+    except BaseException:
+        give_work_up(lambda: all(future.done() for future in futures))
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _plan_sampling(

@@ -1,10 +1,14 @@
 """Engines are planned for the memory that a run sizes them for; the compiler's part is in tests/tpu_compile."""
 
+import os
+import signal
+import threading
 from types import SimpleNamespace
 
 import jax
 import pytest
 
+from lockstep import exits
 from lockstep.engine import EngineConfig
 from lockstep.errors import CapacityError
 from lockstep.placement import make_mesh
@@ -95,3 +99,21 @@ def conversations(turns):
     return SamplingWorkload(
         name="rollout", engine=EngineConfig(), engine_block="rollout", requests=requests, turns=turns
     )
+
+
+def test_ctrl_c_ends_a_plan_whose_compiler_goes_on():
+    compiled, timer = threading.Event(), threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), planner._threads() as submit:
+        program = submit(compiled.wait)
+        timer.start()
+        program.result(60)
+    assert exits.work_hangs()
+    compiled.set()
+    program.result(60)
+    assert not exits.work_hangs()
+
+
+def test_a_plan_waits_for_what_it_compiles_and_gives_nothing_up():
+    with planner._threads() as submit:
+        assert submit(divmod, 7, 2).result(60) == (3, 1)
+    assert not exits.work_hangs()
