@@ -47,8 +47,10 @@ def main() -> None:
     for command in COMMANDS:
         if command.name in arguments[:1] and not command.joins_job:
             sys.exit(run_alone(sys.argv[1:] if command.own_help else arguments, debug))
-    from lockstep.hosts import run_main
-
+    try:
+        from lockstep.hosts import run_main
+    except KeyboardInterrupt:  # importing JAX takes a second
+        sys.exit(exits.INTERRUPTED)
     run_main(lambda: run(arguments), debug=debug)
 
 

@@ -32,6 +32,19 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("lockstep 0.")
 
 
+def test_ctrl_c_while_libraries_are_imported_ends_without_a_stack(monkeypatch):
+    class Interrupted:
+        def find_spec(self, name, *rest):
+            if name == "lockstep.hosts":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "lockstep.hosts")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted()])
+    monkeypatch.setattr(sys, "argv", ["lockstep", "train-lm"])
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+
+
 @pytest.mark.parametrize("arguments", [["--help", "trainer"], ["--config_path", "none.yaml", "-h", "trainer"]])
 def test_help_of_one_block(capsys, arguments):
     assert cli.run(["train-lm", *arguments]) == 0
