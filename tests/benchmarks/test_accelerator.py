@@ -56,7 +56,7 @@ def test_the_sections_fit_the_time_and_hold_the_shapes_of_1b_and_8b(tmp_path):
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_runs_every_section_on_a_cpu(tmp_path):
     environment = {**os.environ, "RESULTS": str(tmp_path), "PYTHON": sys.executable}
     environment["XLA_FLAGS"] = environment["XLA_FLAGS"].replace("device_count=4", "device_count=1")

@@ -26,10 +26,14 @@ SUMS = {"type": "verifiers", "taskset": "lockstep-sums", "settings": {"count": 8
 OPENENV = {
     "type": "openenv", "environment": "tests.openenv_guess:Letters", "action": "guess", "observation": "hint",
 }  # fmt: skip
-ADAPTERS = [
-    pytest.param(LETTERS, id="verifiers", marks=NEEDS_VERIFIERS),
-    pytest.param(OPENENV, id="openenv", marks=NEEDS_OPENENV),
-]
+
+
+def of_verifiers(values: dict[str, Any], name: str, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(values, id=name, marks=(NEEDS_VERIFIERS, *marks))
+
+
+def of_openenv(*marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(OPENENV, id="openenv", marks=(NEEDS_OPENENV, *marks))
 
 
 def body_train(hosts: Any, values: dict[str, Any], failures: dict[int, str] | None = None) -> dict[str, Any]:
@@ -68,7 +72,10 @@ def body_train(hosts: Any, values: dict[str, Any], failures: dict[int, str] | No
     }
 
 
-@pytest.mark.parametrize("values", [*ADAPTERS, pytest.param(SUMS, id="verifiers-tools", marks=NEEDS_VERIFIERS)])
+@pytest.mark.parametrize(
+    "values",
+    [of_verifiers(LETTERS, "verifiers", pytest.mark.nightly), of_openenv(), of_verifiers(SUMS, "verifiers-tools")],
+)
 def test_conversations_on_two_hosts_are_those_on_one(values):
     own = "the packages set up logging and threads of their own"
     leader, other = run_processes(body_train, processes=2, devices=2, args=(values,), timeout_s=240, own=own)
@@ -88,7 +95,7 @@ def test_conversations_on_two_hosts_are_those_on_one(values):
     assert (values is SUMS) == any(text.isdigit() for text in said), "a tool has answered"
 
 
-@pytest.mark.parametrize("values", ADAPTERS)
+@pytest.mark.parametrize("values", [of_verifiers(LETTERS, "verifiers"), of_openenv(pytest.mark.nightly)])
 def test_a_failure_on_one_host_drops_its_groups_on_both(values):
     failures = {2: "raise", 4: "hang"}
     leader, other = run_processes(

@@ -14,9 +14,11 @@ TESTS = ["tests/multiprocess/test_adapters.py", *(f"tests/unit/training/rl/test_
 ))]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_environments_of_verifiers_and_openenv():
-    command = ["bash", "scripts/test_versions.sh", "environments", "-q", "-m", "not nightly", *TESTS]
+@pytest.mark.parametrize(
+    "marks", [pytest.param("not nightly", marks=pytest.mark.slow), pytest.param("nightly", marks=pytest.mark.nightly)]
+)
+def test_environments_of_verifiers_and_openenv(marks):
+    command = ["bash", "scripts/test_versions.sh", "environments", "-q", "-m", marks, *TESTS]
     tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2100)
     if tried.returncode and "error sending request" in tried.stderr:
         pytest.skip(f"no registry of packages can be reached: {tried.stderr[-300:]}")
