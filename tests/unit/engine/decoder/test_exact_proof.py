@@ -31,9 +31,13 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_proof, "_prove", exact_proof._prove.__wrapped__)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
-)
+def weighed(number: int, case: tuple[str, str]) -> Any:
+    """A family in one type, by turns, in `make slow`; in the other nightly."""
+    by_turns = pytest.mark.slow if number % 4 in (0, 3) else pytest.mark.nightly
+    return pytest.param(*case, marks=[] if case in FAST else by_turns)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [weighed(*row) for row in enumerate(CASES)])
 def test_it_holds_here_and_its_bits_do_not_depend_on_the_run(family: str, dtype: str, _anew: None) -> None:
     digests = [prove_exact(FAMILIES[family], VOCAB, dtype, "cpu") for _ in range(2)]
     assert digests[0] == digests[1] != prove_exact(FAMILIES[family], VOCAB + 8, dtype, "cpu")
