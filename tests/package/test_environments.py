@@ -20,7 +20,8 @@ TESTS = ["tests/multiprocess/test_adapters.py", *(f"tests/unit/training/rl/test_
 def test_environments_of_verifiers_and_openenv(marks):
     command = ["bash", "scripts/test_versions.sh", "environments", "-q", "-m", marks, *TESTS]
     tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2100)
-    if tried.returncode and "error sending request" in tried.stderr:
+    installed = "test_versions: environments" in tried.stdout
+    if not installed and "error sending request" in tried.stderr:  # no test has run, and none can without the packages
         pytest.skip(f"no registry of packages can be reached: {tried.stderr[-300:]}")
     assert tried.returncode == 0, tried.stdout[-5000:] + tried.stderr[-2000:]
     assert " passed" in tried.stdout and "skipped" not in tried.stdout
