@@ -38,7 +38,7 @@ def stopped_jobs():
 
     def job(stop):
         command = [*SCENARIO, "stop", *map(str, stop), "40" if stop[0] else "100"]
-        return run_unattended(command, processes=2, timeout_s=180)
+        return run_unattended(command, processes=2, timeout_s=600)
 
     with concurrent.futures.ThreadPoolExecutor(len(STOPS)) as jobs:
         return dict(zip(STOPS, jobs.map(job, STOPS), strict=True))
@@ -54,7 +54,7 @@ def test_a_stopped_process_is_named_whenever_that_is(stopped_jobs, victim, momen
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_process_of_four_is_named(victim, moment):
     command = [*SCENARIO, "stop", str(victim), moment, "40" if victim else "100"]
-    check_survivors(run_unattended(command, processes=4, timeout_s=180), victim)
+    check_survivors(run_unattended(command, processes=4, timeout_s=600), victim)
 
 
 def check_survivors(ends, victim):
