@@ -364,8 +364,11 @@ SIGNALS = {
 
 
 def body_sigterm(hosts, directory):
-    """A signal on one host in each phase: when training ended, and what became of the round; then, what is saved."""
-    results = {}
+    """A signal on one host in each phase: when training ended, and what became of the round; then, what is saved.
+
+    Rounds have the engine of those before, as those of one callback: it must be as good after a signal.
+    """
+    results, engine = {}, None
     for phase, kill_at in SIGNALS.items():
         tokenizer, tracker = tiny.tokenizer(), None
         odd = hosts.index == hosts.count - 1
@@ -374,6 +377,7 @@ def body_sigterm(hosts, directory):
             tracker = Killing()
         config = InferenceEvalConfig(**GOOD | {"eval_every": 2, "max_new_tokens": 24, "audit": phase == "auditing"})
         callback = SampleCallback(config, tokenizer, hosts=hosts, tracker=tracker)
+        callback._session.engine = engine
         trainer.add_hook(callback)
         if phase == "reporting":
             trainer.add_hook(lambda info, callback=callback: callback.flush())  # the signal comes before the next step
@@ -393,6 +397,7 @@ def body_sigterm(hosts, directory):
             "struck": struck if tracker is None else tracker.struck,
             "ended": time.monotonic(),
         }
+        engine = callback.engine
         hosts.barrier(f"after {phase}")
     codes, results["saving"] = body_saved_on_sigterm(hosts, directory)
     return {"phases": results, "codes": codes}

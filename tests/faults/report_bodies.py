@@ -94,8 +94,12 @@ class Cases:
             yield self.recorder
 
 
-def train(hosts, directory, name):
-    """A run with a fault in its reports: losses, how long it took and what it said; then the fault is over."""
+def train(hosts, directory, name, engines):
+    """A run with a fault in its reports: losses, how long it took and what it said; then the fault is over.
+
+    Args:
+        engines: The engine of the run before, whose programs are compiled; then the one of this run.
+    """
     impatient = copy.copy(hosts)
     impatient.timeout_s = TIMEOUT_S
     trainer, losses, case = tiny.make_trainer("auto", STEPS, impatient), [], Cases()
@@ -106,6 +110,7 @@ def train(hosts, directory, name):
         config = InferenceEvalConfig(**values, flush_s=30 if name == "metric_is_slow" else 1)
         path = f"{directory}/{name}"
         callback = SampleCallback(config, tiny.tokenizer(), hosts=hosts, tracker=tracker, output_dir=path)
+        callback._session.engine = engines.pop() if engines else None
         trainer.add_hook(callback)
         model, begin = tiny.init_model(trainer), time.monotonic()
         with told() as log, contextlib.redirect_stdout(io.StringIO()):
@@ -113,9 +118,11 @@ def train(hosts, directory, name):
             seconds, said = time.monotonic() - begin, log.getvalue()
             case.release.set()
     found = {"losses": losses, "seconds": seconds, "log": said, "rounds": callback.rounds}
+    engines.append(callback.engine)
     late = callback.flush(30)
     return found | {"late": late, "rows": tracker.rows, "errors": callback.report_errors}
 
 
 def body_reports(hosts, directory, names):
-    return {name: train(hosts, directory, name) for name in ("none", *names)}
+    engines = []
+    return {name: train(hosts, directory, name, engines) for name in ("none", *names)}

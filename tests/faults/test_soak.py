@@ -13,9 +13,10 @@ from lockstep.callback import InferenceEvalConfig, SampleCallback
 from tests import tiny
 from tests.multiprocess.harness import run_processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+# In make slow: arrays in test_training_untouched.py, keys in test_endings.py.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
-SETTLED, EVERY = 50, 10
+CYCLES, SETTLED, EVERY = 200, 50, 10
 
 
 def resident_bytes():
@@ -62,14 +63,13 @@ def body(hosts, cycles):
     return {"looks": looks, "rounds": callback.rounds}
 
 
-@pytest.mark.parametrize("cycles", [100, pytest.param(200, marks=pytest.mark.nightly)])
-def test_nothing_grows(cycles):
-    for result in run_processes(body, processes=2, devices=2, timeout_s=540, args=(cycles,), own="memory is measured"):
-        assert result["rounds"] == cycles
+def test_nothing_grows():
+    for result in run_processes(body, processes=2, devices=2, timeout_s=540, args=(CYCLES,), own="memory is measured"):
+        assert result["rounds"] == CYCLES
         looks = [look for look in result["looks"] if look["cycle"] >= SETTLED]
         first, last = looks[0], looks[-1]
         print(first, last)
         for what in ("arrays", "fds", "threads", "keys"):
             assert last[what] <= first[what], (what, looks)
         # What a leak of one round's K/V pool, of a program or of a prompt per cycle would make is far more.
-        assert last["bytes"] - first["bytes"] < (cycles - SETTLED) * (54 << 10), looks
+        assert last["bytes"] - first["bytes"] < (CYCLES - SETTLED) * (54 << 10), looks

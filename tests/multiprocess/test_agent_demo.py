@@ -26,7 +26,7 @@ def run(directory, *options):
     return ended.returncode, ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: conversations with tools in test_conversations.py
 def test_a_demo_that_is_too_short_to_learn_says_so_and_ends_with_1(tmp_path):
     code, output = run(tmp_path / "demo", "--chat_steps", "2", "--steps", "2")
     assert code == 1 and "expected at most 0.2 and then at least 0.8" in output, output

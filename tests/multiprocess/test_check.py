@@ -117,7 +117,7 @@ def test_devices_that_stop_in_a_launch_of_all_are_ended_and_nobody_is_accused(tm
     assert "a launch that all have made" in report["problem"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the same finding among all bugs above
 def test_a_difference_is_told_while_the_script_runs(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

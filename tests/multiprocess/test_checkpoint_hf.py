@@ -49,7 +49,7 @@ def body_load_and_save(hosts: Hosts, family: str, target: str) -> dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_processes_load_their_shares_and_the_leader_writes_the_whole(processes: int, tmp_path: Path) -> None:
     target = tmp_path / "out"
     results = run_processes(

@@ -45,10 +45,9 @@ def body(hosts, cases):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # in make slow: test_same_tokens.py, and the random engines below
     ("processes", "devices", "count"),
-    [(2, 2, 3), *(pytest.param(*each, 12, marks=pytest.mark.nightly) for each in ((2, 2), (4, 1)))],
+    [pytest.param(*each, 12, marks=pytest.mark.nightly) for each in ((2, 2), (4, 1))],
 )
 def test_tokens_depend_on_the_request_alone_on_several_processes(processes, devices, count):
     cases = draw(count, processes)

@@ -8,7 +8,7 @@ import pytest
 from tests.multiprocess.harness import run_command
 from tests.multiprocess.lm_run import write_config
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]  # in make slow: logs in test_train_simpo.py
 
 ROOT = Path(__file__).parents[2]
 OF_EVERY_START = [

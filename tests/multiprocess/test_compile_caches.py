@@ -62,8 +62,8 @@ def body_caches(hosts, directory):
 
 
 @pytest.mark.slow
-def test_one_process_with_a_warm_cache_and_one_with_none_generate_the_same(tmp_path):
-    warm, cold = run_processes(body_caches, args=(str(tmp_path),), own=OWN)
+def test_one_process_with_a_warm_cache_and_one_with_none_generate_the_same(results):
+    warm, cold = (result["caches"] for result in results)
     programs = len(warm["first"]["digests"]) // 3
     assert warm["first"]["hits"] == cold["first"]["hits"] == cold["second"]["hits"] == 0
     assert warm["second"]["hits"] >= programs - 1 >= 3  # all but what moves the weights, see below
@@ -85,9 +85,21 @@ def body_loads(hosts, directory):
     return sums, cache.hits
 
 
+def body(hosts, directory):
+    return {
+        "caches": body_caches(hosts, f"{directory}/caches"),
+        "loads": body_loads(hosts, f"{directory}/loads"),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run_processes(body, args=(str(tmp_path_factory.mktemp("caches")),), timeout_s=300, own=OWN)
+
+
 @pytest.mark.slow
-def test_one_process_with_a_warm_cache_and_one_with_none_load_a_checkpoint(tmp_path):
-    (warm, hits), (cold, no_hits) = run_processes(body_loads, args=(str(tmp_path),), own=OWN)
+def test_one_process_with_a_warm_cache_and_one_with_none_load_a_checkpoint(results):
+    (warm, hits), (cold, no_hits) = (result["loads"] for result in results)
     assert hits > no_hits == 0
     assert warm[0] == warm[1] == cold[0] == cold[1]
 
@@ -110,7 +122,7 @@ def body_gathers(hosts, directory, layout):
 )
 def test_programs_whose_collectives_nothing_orders_are_never_cached(layout, cached, tmp_path):
     """A gather outside the loop over layers met one inside it in Gloo, in programs that were read from a cache."""
-    assert run_processes(body_gathers, args=(str(tmp_path), layout), own=OWN) == [[0, False]] * 2
+    assert run_processes(body_gathers, args=(str(tmp_path), layout), timeout_s=300, own=OWN) == [[0, False]] * 2
     entries = {path.name.partition("-")[0] for path in tmp_path.glob("jit_lockstep_*-cache")}
     assert entries == {f"jit_lockstep_{name}" for name in cached}
 

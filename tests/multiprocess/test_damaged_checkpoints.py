@@ -88,7 +88,7 @@ def body_read(hosts, directory):
 
 @pytest.mark.slow
 def test_all_hosts_go_on_from_the_checkpoint_before_and_losses_are_those_without_a_break(tmp_path):
-    results = run_processes(body_damaged, processes=2, devices=2, args=(str(tmp_path),))
+    results = run_processes(body_damaged, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300)
     for kind in KINDS:
         for index, result in enumerate(results):
             file, step, log, refused, error = result["found"][kind]

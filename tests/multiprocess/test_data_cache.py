@@ -92,9 +92,9 @@ def body_again(hosts, directory):
 def test_a_killed_build_goes_on_and_gives_the_rows_of_one_process(tmp_path):
     write(tmp_path)
     with pytest.raises(AssertionError):
-        run_processes(body_killed, processes=2, devices=2, args=(str(tmp_path),), own=DIES)
+        run_processes(body_killed, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300, own=DIES)
     assert not list(tmp_path.glob("cache/*/metadata.json"))
-    first, second = run_processes(body_again, processes=2, devices=2, args=(str(tmp_path),))
+    first, second = run_processes(body_again, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300)
     assert first == second
     assert 0 < len(first["there"]) < 9, "the first build was killed in the middle"
     # 13 rows are two batches of 8, at two steps.
@@ -103,7 +103,7 @@ def test_a_killed_build_goes_on_and_gives_the_rows_of_one_process(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     write(other)
-    (oracle,) = run_processes(body_again, processes=1, devices=1, args=(str(other),))
+    (oracle,) = run_processes(body_again, processes=1, devices=1, args=(str(other),), timeout_s=300)
     assert oracle["there"] == [] and (oracle["digest"], oracle["batch"]) == (first["digest"], first["batch"])
     for (step, found), (_, wanted) in zip(first["figures"], oracle["figures"], strict=True):
         assert step in (2, 4) and found.keys() == wanted.keys() and "eval/held_out/perplexity" in found

@@ -32,7 +32,7 @@ def test_a_host_with_another_flag_is_named_and_all_end_with_1(tmp_path):
     assert len(kept["coordination"]) == 2 and all(one["barrier_s"] > 0 for one in kept["coordination"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the tests around it
 def test_the_example_of_the_page_is_printed(tmp_path):
     name = "docs/doctor.md:text:0"
     (line,) = commands_before(name)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiprocess
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the loop of README.md in test_walks.py
 def test_a_loop_of_ones_own_samples_on_two_hosts(tmp_path):
     arguments = ["--steps", "4", "--eval_every", "2", "--output_dir", str(tmp_path)]
     run = run_command(["python", "examples/own_loop.py", *arguments], cwd=ROOT, timeout_s=180)

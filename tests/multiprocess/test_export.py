@@ -89,6 +89,7 @@ def _kib(name):
     return int(line.split()[1])
 
 
+@pytest.mark.nightly  # in make slow: test_sample_load.py, and test_place.py
 def test_no_process_holds_more_than_some_pieces(tmp_path):
     results = run_processes(body_memory, processes=2, devices=2, args=(str(tmp_path),), own="it measures memory")
     print(results)

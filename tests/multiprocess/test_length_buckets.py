@@ -86,7 +86,7 @@ def body(hosts, directory):
 
 def test_one_program_for_each_length_and_the_losses_of_rows_of_one_length(tmp_path):
     write(Path(tmp_path / "x.jsonl"))
-    found, other = run_processes(body, processes=2, devices=2, args=(str(tmp_path),))
+    found, other = run_processes(body, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300)
     assert found == other
     assert found["lengths"].count(found["lengths"][0]) < STEPS, "the batches have several lengths"
     assert sorted(set(found["lengths"])) == found["compiled"] == [16, 20]

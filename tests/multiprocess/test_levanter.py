@@ -205,17 +205,33 @@ def runs_of(sampler):
     return [tracker._run for tracker in sampler._reporter._tracker._wandb if tracker._run is not None]
 
 
+def body_permuted(hosts, directory):
+    """What two tests look at: to import Levanter and to begin takes longer than their runs."""
+    return {
+        "reported": body_report(hosts, f"{directory}/reported"),
+        "beside": body_beside_its_hooks(hosts, f"{directory}/beside"),
+    }
+
+
+@pytest.fixture(scope="module")
+def permuted_hosts(tmp_path_factory):
+    """Results and directory of runs whose processes the coordination service numbers in another order, as on a TPU."""
+    directory = tmp_path_factory.mktemp("levanter")
+    environment = {permuted.VARIABLE: "1,0"}
+    return run_processes(body_permuted, args=(str(directory),), env=environment, own=SETS, timeout_s=600), directory
+
+
 @pytest.mark.slow
-def test_levanters_tracker_is_on_the_process_that_reports_whatever_the_service_calls_it(tmp_path):
-    """On a TPU the coordination service numbers the processes in another order than the devices do."""
-    results = run_processes(body_report, args=(str(tmp_path),), env={permuted.VARIABLE: "1,0"}, own=SETS, timeout_s=200)
+def test_levanters_tracker_is_on_the_process_that_reports_whatever_the_service_calls_it(permuted_hosts):
+    results, directory = permuted_hosts
+    directory, results = directory / "reported", [result["reported"] for result in results]
     for process, result in enumerate(results):
         assert result["numbers"] == [1 - process, process, process]
         assert result["leader"] == result["tracked here"] == (process == 0)
         assert result["rounds"] == [1, 0]
         assert result["launches"] == results[0]["launches"]
-    assert len(read_jsonl(tmp_path / "samples.jsonl")) == 6
-    (run,) = tmp_path.rglob("offline-run-*")
+    assert len(read_jsonl(directory / "samples.jsonl")) == 6
+    (run,) = directory.rglob("offline-run-*")
     (table,) = wandb_run.tables(run, "inference_eval/samples")
     assert len(table["data"]) == 6
 
@@ -256,18 +272,19 @@ def body_beside_its_hooks(hosts, directory):
 
 
 @pytest.mark.slow
-def test_it_runs_beside_evaluation_and_checkpoints_and_resumes(tmp_path):
-    results = run_processes(body_beside_its_hooks, args=(str(tmp_path),), timeout_s=400, own=SETS)
+def test_it_runs_beside_evaluation_and_checkpoints_and_resumes(permuted_hosts):
+    results, directory = permuted_hosts
+    directory, results = directory / "beside", [result["beside"] for result in results]
     for result in results:
         assert result["whole"]["losses"] == result["resumed"]["losses"]
         assert len(result["whole"]["losses"]) == 6
         assert result["whole"]["rounds"] == [1, 2, 3, 3]  # the forced last call finds its step done
         assert result["resumed"]["rounds"] == [1, 2, 2, 1, 1]
         assert result["resumed"]["started"] == [0, 4]
-    whole, resumed = (read_jsonl(tmp_path / name / "samples.jsonl") for name in ("whole", "resumed"))
+    whole, resumed = (read_jsonl(directory / name / "samples.jsonl") for name in ("whole", "resumed"))
     assert whole == resumed
     assert [row["step"] for row in whole] == [2] * 6 + [4] * 6 + [6] * 6
-    saved = {path.name for path in (tmp_path / "whole" / "checkpoints" / "test").iterdir()}
+    saved = {path.name for path in (directory / "whole" / "checkpoints" / "test").iterdir()}
     assert saved >= {"step-1", "step-3", "step-5"}, saved  # Levanter counts from 0
 
 
@@ -320,15 +337,6 @@ def body_alone(hosts, directory, run):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["fsdp", pytest.param("snowball", marks=pytest.mark.nightly)])
-def test_schedule_events_and_the_averaged_model(run, tmp_path):
-    (found,) = run_processes(body_alone, processes=1, devices=2, args=(str(tmp_path), run), timeout_s=600, own=SETS)
-    assert found["rounds"] == {"True": [2, 4, 5], "False": [2, 4]}
-    assert found["events"] == [2, 2]
-    assert found["same"][0] and not found["same"][1]  # the averaged model speaks, and the trained one says otherwise
-
-
 def body_refused(hosts, directory):
     """At hook creation with a model, after the first step without one."""
     found = []
@@ -352,9 +360,28 @@ def body_refused(hosts, directory):
     return found
 
 
+def body_one(hosts, directory, run):
+    """What two tests look at."""
+    return {**body_alone(hosts, directory, run), "refused": body_refused(hosts, f"{directory}/refused")}
+
+
+@pytest.fixture(scope="module", params=["fsdp", pytest.param("snowball", marks=pytest.mark.nightly)])
+def alone(request, tmp_path_factory):
+    args = (str(tmp_path_factory.mktemp("alone")), request.param)
+    (found,) = run_processes(body_one, processes=1, devices=2, args=args, timeout_s=600, own=SETS)
+    return found
+
+
 @pytest.mark.slow
-def test_an_unsupported_model_is_refused_by_name_at_once(tmp_path):
-    (found,) = run_processes(body_refused, processes=1, devices=2, args=(str(tmp_path),), timeout_s=200, own=SETS)
+def test_schedule_events_and_the_averaged_model(alone):
+    assert alone["rounds"] == {"True": [2, 4, 5], "False": [2, 4]}
+    assert alone["events"] == [2, 2]
+    assert alone["same"][0] and not alone["same"][1]  # the averaged model speaks, and the trained one says otherwise
+
+
+@pytest.mark.slow
+def test_an_unsupported_model_is_refused_by_name_at_once(alone):
+    found = alone["refused"]
     assert [steps for steps, _ in found] == [[], [1], []]
     for _, text in found[:2]:
         assert "Gpt2LMHeadModel cannot be read; supported are Apertus" in text

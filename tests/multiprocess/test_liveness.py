@@ -19,7 +19,7 @@ SCENARIO = ["python", "-m", "tests.multiprocess.scenarios"]
 
 
 def test_a_killed_process_is_named_long_before_jax_misses_it():
-    ends = run_unattended([*SCENARIO, "vanish", "1", "100"], processes=3, timeout_s=90)
+    ends = run_unattended([*SCENARIO, "vanish", "1", "100"], processes=3, timeout_s=300)
     assert [end.code for end in ends] == [85, -9, 85], [end.log for end in ends]
     for survivor in (0, 2):
         log = ends[survivor].log
@@ -38,7 +38,7 @@ def stopped_jobs():
 
     def job(stop):
         command = [*SCENARIO, "stop", *map(str, stop), "40" if stop[0] else "100"]
-        return run_unattended(command, processes=2, timeout_s=180)
+        return run_unattended(command, processes=2, timeout_s=600)
 
     with concurrent.futures.ThreadPoolExecutor(len(STOPS)) as jobs:
         return dict(zip(STOPS, jobs.map(job, STOPS), strict=True))
@@ -54,7 +54,7 @@ def test_a_stopped_process_is_named_whenever_that_is(stopped_jobs, victim, momen
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_process_of_four_is_named(victim, moment):
     command = [*SCENARIO, "stop", str(victim), moment, "40" if victim else "100"]
-    check_survivors(run_unattended(command, processes=4, timeout_s=180), victim)
+    check_survivors(run_unattended(command, processes=4, timeout_s=600), victim)
 
 
 def check_survivors(ends, victim):
@@ -118,8 +118,9 @@ def test_a_machine_without_power_is_named_within_a_minute(machines, victim, tmp_
                 )
             )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
-        while not all("all hear" in log.read_text() for log in logs) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 300
+        while not all("all hear" in log.read_text() for log in logs):
+            assert time.monotonic() < deadline, [log.read_text() for log in logs]
             time.sleep(0.1)
         power_off(victim)
         survivors = [index for index in range(3) if index != victim]

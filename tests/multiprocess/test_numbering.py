@@ -64,6 +64,7 @@ def test_between_processes(group, behaviour):
     check(group.run(body, (WAIT_S,), timeout_s=60.0), WAIT_S)
 
 
+@pytest.mark.nightly  # in make slow: a round with Levanter's tracker in test_levanter.py
 def test_process_0_of_jax_reports_a_round(group, tmp_path):
     results = group.run(body_round, (str(tmp_path),))
     tasks = {process: task for task, process in enumerate(permuted.numbers(PROCESSES))}

@@ -63,13 +63,13 @@ CASES = [
     (2, "auto", "auto", {}),
     (2, "1,2,2", {"tensor": 4}, HALF),
     (2, "1,2,2", {"tensor": 4, "context": 2}, TIGHT),
-    (4, "host_local", {"tensor": 2}, {}),
+    (2, "host_local", {"tensor": 2}, {}),
     (2, "auto", "training", TIGHT),
     (2, "1,2,2", {"tensor": 2}, TIGHT),
     (2, "1,2,2", {"tensor": 2}, ROUNDED),
     (2, "auto", "training", TIGHT | {"weight_dtype": "fp8"}),
     (2, "auto", "training", TIGHT | HALF),
-    (4, "auto", {"tensor": 1}, {}),
+    (4, "host_local", {"tensor": 1}, {}),
     (4, "auto", {"tensor": 2}, TIGHT | HALF),
 ]
 """Processes, mesh, layout and engine options."""

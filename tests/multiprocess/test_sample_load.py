@@ -78,7 +78,9 @@ def test_a_process_holds_its_part_and_64_mib_at_most(checkpoint, processes, plac
         if place == "bucket":
             bucket.objects |= {f"bucket/model/{path.name}": path.read_bytes() for path in checkpoint.iterdir()}
             source, environment = "gs://bucket/model", bucket.environment | RETURN_FREED_MEMORY
-        results = run_processes(body_load, processes=processes, args=(source,), env=environment, own=PEAK)
+        results = run_processes(
+            body_load, processes=processes, args=(source,), env=environment, timeout_s=300, own=PEAK
+        )
         sent = [size for path, size in bucket.reads if path.endswith(".safetensors")]
     if place == "bucket":
         print(f"{sum(sent)} bytes in {len(sent)} requests to {processes} processes")

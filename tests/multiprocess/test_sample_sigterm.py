@@ -18,8 +18,8 @@ def has_open(pid, path):
     return False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # in make slow: test_sigterm_at_start.py, and test_resume.py
+@pytest.mark.parametrize("victim", [0, 1])
 def test_sigterm_while_prompts_are_read(victim, checkpoint, tmp_path):
     """The leader reads, the other one waits for it in a call that Python cannot interrupt."""
     prompts = tmp_path / "prompts.txt"

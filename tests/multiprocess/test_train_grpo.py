@@ -236,7 +236,7 @@ def oracle():
 
 @pytest.mark.slow
 def test_the_first_step_is_the_same_on_every_mesh(oracle):
-    meshes = ["1,2,2", SLICES]  # others: test_packed_rows, and on four processes
+    meshes = [SLICES]  # others: test_packed_rows, test_exact.py, and on four processes
     results = run_processes(body_meshes, args=(meshes,), timeout_s=300)
     check_meshes(results, oracle, meshes)
 
@@ -391,8 +391,8 @@ def check_the_evaluation_on_gsm8k(directory, checkpoint):
     command += ["--hf_checkpoint", str(checkpoint), "--tokenizer", "null", "--prompts", made[1]]
     command += ["--trainer.log_dir", str(directory), "--trainer.tracker", "{type: jsonl}"]
     command += ["--engine.max_seq_len", "256", "--max_new_tokens", "16"]
-    command += ["--trainer.distributed.require_process_count", "2"]
-    run = run_command(command, cwd=ROOT, timeout_s=200)
+    command += ["--trainer.distributed.require_process_count", "1"]
+    run = run_command(command, cwd=ROOT, processes=1, timeout_s=200)
     assert run.code == 0, run.output
     logged = {}
     for line in (directory / "gsm8k-after" / "metrics.jsonl").read_text().splitlines():
@@ -405,7 +405,7 @@ def check_the_evaluation_on_gsm8k(directory, checkpoint):
     assert all("write the final answer on the last line" in row["prompt"] for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: tests/unit/training/rl/test_rollouts.py, and experts in test_lora.py
 def test_experts_agree_and_are_replayed_on_two_processes():
     (losses, gaps), (others, _) = run_processes(body_experts, timeout_s=200)
     assert losses == others and gaps == [0.0, 0.0]

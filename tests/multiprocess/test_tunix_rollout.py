@@ -72,6 +72,7 @@ def uneven(hosts):
     return found
 
 
+@pytest.mark.nightly  # in make slow: test_free_memory.py
 def test_every_process_prepares_for_the_least_memory_of_all():
     one, other = run_processes(uneven, timeout_s=600, processes=2, devices=2)
     assert one == other and one[0] > one[2] and one[1] == one[3]

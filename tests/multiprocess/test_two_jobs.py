@@ -53,7 +53,8 @@ def test_the_second_is_refused_and_the_first_goes_on_as_without_it(tmp_path):
     assert not (tmp_path / "shared" / "lease.json").exists()
 
 
-@pytest.mark.parametrize("place", [pytest.param("directory", marks=pytest.mark.nightly), "bucket"])
+@pytest.mark.nightly  # in make slow: the test above, and tests/unit/hosts/test_lease.py
+@pytest.mark.parametrize("place", ["directory", "bucket"])
 def test_of_two_samplers_that_start_at_once_one_goes_on(place, tmp_path):
     """In the bucket's case each has a run directory of its own, as on two machines."""
     tiny.save_checkpoint(str(tmp_path / "checkpoints"))

@@ -71,6 +71,7 @@ def walk(tmp_path):
     return Walk(tmp_path)
 
 
+@pytest.mark.nightly  # in make slow: lockstep sample in test_sample.py
 def test_with_a_checkpoint_and_prompts(walk):
     page = "docs/sampler.md"
     config = yaml.safe_load(walk.copy(f"{page}:yaml:0", "my-samples.yaml").read_text())
@@ -91,6 +92,7 @@ def test_with_a_checkpoint_and_prompts(walk):
     assert rows_file.read_bytes() == written, "the same command again goes on"
 
 
+@pytest.mark.nightly  # in make slow: the command in test_train_grpo.py
 def test_with_data_and_a_reward_of_ones_own(walk):
     page = "docs/grpo.md"
     walk.copy(f"{page}:python:0", "my-runs/my_rewards.py")

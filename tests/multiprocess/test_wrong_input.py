@@ -138,7 +138,7 @@ def test_requests_that_differ_are_found_by_the_engine(results):
 @pytest.mark.parametrize(
     ("arguments", "environment", "parts"),
     [
-        pytest.param(["--inference_eval.page_sise", "8"], {}, ["page_sise", "page_size"], marks=pytest.mark.slow),
+        pytest.param(["--inference_eval.page_sise", "8"], {}, ["page_sise", "page_size"], marks=pytest.mark.nightly),
         pytest.param(
             [],
             {"REQUIRE_JAX_PROCESS_COUNT": "3"},
