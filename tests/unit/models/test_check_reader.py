@@ -491,19 +491,13 @@ SHARED = Qwen2MoeConfig(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "changed", "likely"),
     [
         (FAMILIES["experts"], {"norm_topk_prob": True}, "experts.norm_topk_prob is True: it should be False"),
-        pytest.param(
-            *(FAMILIES["gpt_oss"], {"num_experts_per_tok": 1}, "experts.num_experts_per_tok is 1: it should be 2"),
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            *(SHARED, {"num_experts_per_tok": 3}, "experts.num_experts_per_tok is 3: it should be 2"),
-            marks=pytest.mark.nightly,
-        ),
+        (FAMILIES["gpt_oss"], {"num_experts_per_tok": 1}, "experts.num_experts_per_tok is 1: it should be 2"),
+        (SHARED, {"num_experts_per_tok": 3}, "experts.num_experts_per_tok is 3: it should be 2"),
     ],
     ids=["experts", "gpt_oss", "shared"],
 )
