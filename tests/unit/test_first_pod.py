@@ -120,7 +120,7 @@ class LaptopWithClone(Laptop):
         line = line.replace("infra/launch.py --tpu_name", "infra/launch.py --poll_s 0.05 --tpu_name")
         return subprocess.run(
             ["bash", "-c", line], cwd=self.directory / "clone", env=self.environment, capture_output=True, text=True,
-            timeout=150, check=False,
+            timeout=600, check=False,
         )  # fmt: skip
 
 
