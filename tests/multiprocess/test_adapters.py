@@ -99,7 +99,7 @@ def test_conversations_on_two_hosts_are_those_on_one(values):
     assert (values is SUMS) == any(text.isdigit() for text in said), "a tool has answered"
 
 
-@pytest.mark.parametrize("values", [of_verifiers(LETTERS, "verifiers", pytest.mark.nightly), of_openenv()])
+@pytest.mark.parametrize("values", [of_verifiers(LETTERS, "verifiers"), of_openenv(pytest.mark.nightly)])
 def test_a_failure_on_one_host_drops_its_groups_on_both(values):
     failures = {2: "raise", 4: "hang"}
     leader, other = run_processes(
