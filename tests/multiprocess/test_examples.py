@@ -111,7 +111,7 @@ def test_models_of_ones_own_are_read_on_two_hosts(name, tmp_path):
     assert "skipped on every host" not in run.logs[0] and "failed on the leader" not in run.logs[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: test_tunix_rollout.py
 def test_tunix_sft_samples_on_two_hosts(tmp_path):
     arguments = ["--steps", "4", "--eval_every", "3", "--output_dir", str(tmp_path)]
     run = run_command(["python", "examples/tunix_sft.py", *arguments], cwd=ROOT, timeout_s=240)

@@ -133,10 +133,10 @@ def reference_texts(model, sampling):
 @pytest.mark.parametrize(
     "run",
     [
-        "qwen3_moe",
+        "fsdp",
         *(
             pytest.param(each, marks=pytest.mark.nightly)
-            for each in ("fsdp", "tensor", "mixtral", "snowball", "snowball, split")
+            for each in ("qwen3_moe", "tensor", "mixtral", "snowball", "snowball, split")
         ),
     ],
 )

@@ -111,6 +111,7 @@ def middle_body(hosts, directory, further):
     return found | {"again": run("again")}
 
 
+@pytest.mark.nightly  # in make slow: the reference of pairs, above
 def test_kto_has_one_reference_point_on_every_host_and_goes_on_bit_for_bit(tmp_path):
     """The first model is its own reference: every loss is a half, and from then on the two kinds part."""
     lines = Path("data/preferences/as_asked.jsonl").read_text(encoding="utf-8").splitlines()[:60]
@@ -134,6 +135,7 @@ def test_kto_has_one_reference_point_on_every_host_and_goes_on_bit_for_bit(tmp_p
     assert held_out[4]["rewards/chosen"] > held_out[4]["rewards/rejected"]
 
 
+@pytest.mark.nightly  # in make slow: unit/training/step/test_renewal.py
 def test_a_renewed_reference_is_in_the_checkpoint(tmp_path):
     """Renewed after step 2, it is in that checkpoint: with the first model again, later margins would be others."""
     further = ["--reference_every", "2", "--reference_mixup", "0.9"]

@@ -255,7 +255,7 @@ def test_the_next_rollout_is_sampled_ahead_by_the_weights_before_the_update():
     assert asked == [(0, "weights 0"), (1, "weights 0"), (2, "weights 1")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: multiprocess/test_rollout_ahead.py
 def test_rewards_of_a_rollout_ahead_are_computed_while_the_devices_update():
     DONE.clear()
     EARLY.clear()
@@ -331,7 +331,7 @@ def with_experts(monkeypatch=None, *, steps, loss=None, rollout=None, **run):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: unit/engine/test_engine.py
 def test_the_engine_routes_as_the_trainer_does_and_experts_that_agree_are_replayed_bit_for_bit(monkeypatch):
     replay = {"replay_routing": True}
     one, other = with_experts(steps=3), with_experts(steps=3, rollout=replay)
