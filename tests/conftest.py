@@ -6,10 +6,13 @@ from tests import isolation
 isolation.isolate()  # before anything that reads the environment is imported
 
 import collections
+import functools
 import gc
 import logging
 import os
+import re
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +42,30 @@ _reported_cpu_seconds = 0.0
 def _used_cpu_seconds() -> float:
     """What this worker and the processes that it saw end have used."""
     return sum(os.times()[:4])
+
+
+@functools.cache
+def _marks_named_in(path: Path) -> set[str]:
+    """The marks that `make` selects by of which a file has the word."""
+    return set(re.findall("slow|nightly|optimized", path.read_text(encoding="utf-8")))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave a file unread that has no word of the marks asked for: each worker reads all others."""
+    selected, named = config.option.markexpr, {Path(argument.partition("::")[0]).name for argument in config.args}
+    if " or " in selected or not collection_path.match("test_*.py") or collection_path.name in named:
+        return None
+    asked = set(re.findall(r"(?<!not )\b(?:slow|nightly|optimized)\b", selected))
+    return None if asked <= _marks_named_in(collection_path) else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test with a mark that its file does not name, which `pytest_ignore_collect` would leave out."""
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()} & {"slow", "nightly", "optimized"}
+        if not marks <= _marks_named_in(item.path):
+            raise pytest.UsageError(f"{item.nodeid} has the marks {sorted(marks)}, and its file does not name them all")
 
 
 gc.disable()  # until all tests are imported, which leaves no garbage

@@ -143,7 +143,7 @@ def test_the_reward_is_a_share_of_words():
     assert reward(row("a4 b5 a8 c6")) == 0.5 and reward(row("")) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_levanters_engine_samples_from_the_trainers_own_model(tmp_path):
     """Its log-probabilities of what it drew are those of the trainer's model, after the axes were brought in order."""
     pytest.importorskip("levanter", reason="the extra [levanter] brings its engine")

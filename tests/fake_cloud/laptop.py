@@ -41,7 +41,7 @@ class Laptop:
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    def launch(self, *words: str, code: int = 0, timeout_s: float = 120.0) -> str:
+    def launch(self, *words: str, code: int = 0, timeout_s: float = 300.0) -> str:
         process = self.start(*words)
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -66,7 +66,7 @@ class Laptop:
         """What the shell prints for a script."""
         script = script.replace("sleep 10", "sleep 0.1")
         done = subprocess.run(
-            ["sh", "-eu"], input=script, env=self.environment, capture_output=True, text=True, timeout=60
+            ["sh", "-eu"], input=script, env=self.environment, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -13,7 +13,7 @@ from lockstep.testing.pool import run_unattended as run_unattended
 from tests.multiprocess import permuted
 from tests.multiprocess.launcher import cache_environment
 
-configure(PoolSettings(environment=cache_environment(), setup=permuted.permute_as_told))
+configure(PoolSettings(environment=cache_environment(), setup=permuted.permute_as_told, patience=4.0))
 
 
 def cached[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

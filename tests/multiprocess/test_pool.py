@@ -59,7 +59,7 @@ LEFT = [
     "process 1: setting of jax jax_debug_nans: False became True",
     "process 1: mesh in use : Mesh(axis_sizes=(), axis_names=()) became Mesh(axis_sizes=(2,), axis_names=('x',)",
     "process 1: signal handler SIGUSR2: <Handlers.SIG_DFL: 0> became <Handlers.SIG_IGN: 1>",
-    "process 1: hosts timeout_s: 60.0 became 7.0",
+    "process 1: hosts timeout_s: 240.0 became 7.0",
     "process 1: replaced lockstep.engine.schedule.scheduler:Scheduler.forgotten: None became "
     "'tests.multiprocess.test_pool'",
     "the processes have not launched the same programs",

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.optimized
-
 # In a process of its own: jax keeps what it has traced, rounded products too.
 SCRIPT = """
 import jax

@@ -202,7 +202,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the collectives of test_programs.py
 def test_two_kv_heads_on_four_devices():
     """Each device holds one kv head of the pool; a layer still has two all-reduces, and the embedding one."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

@@ -25,6 +25,8 @@ from lockstep.xla import Hlo, collectives, topology
 
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
+pytestmark = pytest.mark.nightly  # in make slow: the experts of test_latent.py
+
 # A layer of Qwen3-30B-A3B, twice.
 CONFIG = Qwen3MoeConfig(
     max_seq_len=1024, hidden_dim=2048, intermediate_dim=6144, num_layers=2, num_heads=32, num_kv_heads=4, head_dim=128,
@@ -40,14 +42,7 @@ def kernels(text: str) -> int:
     return sum(bool(GMM.search(line)) for line in text.splitlines())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("slice_name", "expert"),
-    [
-        ("v5p-8", 4),
-        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("v6e-8", 1), ("v6e-8", 4), ("tpu7x-8", 4))),
-    ],
-)
+@pytest.mark.parametrize(("slice_name", "expert"), [("v5p-8", 4), ("v6e-8", 1), ("v6e-8", 4), ("tpu7x-8", 4)])
 def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str, expert: int) -> None:
     mesh = make_mesh("auto", list(topology(slice_name).devices))
     model = CONFIG, weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=512), "bfloat16")
@@ -64,7 +59,6 @@ def test_decode_and_prefill_multiply_by_the_kernel(slice_name: str, expert: int)
         assert engine.programs[name].memory().temp_size_in_bytes < 32 << 20, "nothing copies them"
 
 
-@pytest.mark.nightly
 def test_layers_with_an_mlp_and_layers_with_experts_are_two_branches() -> None:
     """Each layer runs one of them, on weights of all layers of its kind that nothing copies into the branch."""
     experts = dataclasses.replace(CONFIG.experts, mlp_only_layers=(0,))
@@ -82,7 +76,6 @@ def test_layers_with_an_mlp_and_layers_with_experts_are_two_branches() -> None:
         assert not any(copies(hlo, shape) for shape in ((64, 2048, 768), (2, 32, 2048, 768), (64, 768, 2048))), name
 
 
-@pytest.mark.nightly
 def test_gpt_oss_is_decoded_on_a_tpu() -> None:
     mesh = make_mesh("auto", list(topology("v6e-8").devices))
     model = GPT_OSS, weights_on(mesh, ModelPreset(config=GPT_OSS, vocab_size=512), "bfloat16")
@@ -98,7 +91,6 @@ def test_gpt_oss_is_decoded_on_a_tpu() -> None:
 FEWER = dataclasses.replace(CONFIG, experts=dataclasses.replace(CONFIG.experts, num_experts=16))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("config", "products", "slice_name"),
     [
@@ -131,8 +123,7 @@ def test_a_gradient_multiplies_by_the_kernel_and_is_scattered_while_it_is_summed
     assert moved.ratio is not None and moved.ratio < 1.15, "of what FSDP needs"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [16, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("rank", [16, 3])
 def test_adapters_multiply_by_the_kernel_and_frozen_experts_have_no_gradient(rank: int) -> None:
     mesh = make_mesh("1,1,1", list(topology("v6e-1").devices))
     whole = jax.sharding.NamedSharding(mesh, jax.P())

@@ -21,12 +21,13 @@ from lockstep.placement import COMPUTE_AXES, make_mesh
 from lockstep.plan.traffic import copies
 from lockstep.types import Request, SamplingParams
 from lockstep.xla import Hlo, topology
+from tests.tpu_compile.test_experts import kernels
 
 LENGTH = 1024
 CONFIG = DeepseekV3Config(
     max_seq_len=LENGTH,
-    hidden_dim=1024,
-    intermediate_dim=1024,
+    hidden_dim=512,
+    intermediate_dim=512,
     num_layers=3,
     num_heads=16,
     num_kv_heads=16,
@@ -60,6 +61,7 @@ def test_decoding_keeps_the_latent_in_place_and_within_what_is_predicted(slice_)
         memory, hlo = engine.programs[name].memory(), Hlo(engine.programs[name].text(), ())
         assert not copies(hlo, (CONFIG.num_layers * sizes.pages, sizes.page_size, 1, 576)), name
         assert memory.temp_size_in_bytes <= predicted[name], name
+        assert kernels(engine.programs[name].text()) == 3, "gate, up and down of the experts that are hit"
 
 
 @pytest.mark.nightly

@@ -387,12 +387,12 @@ def test_what_the_pages_show_of_the_plan_for_a_v5p_64_is_printed(name, cache):
 @pytest.mark.parametrize(
     ("name", "slice_"),
     [
-        ("sampler/sample_qwen3_30b_a3b_v6e_16", "v6e-16"),
+        ("sampler/gsm8k_qwen25_3b_v6e_8", "v6e-8"),
+        nightly("sampler/sample_qwen3_30b_a3b_v6e_16", "v6e-16"),
         nightly("lm_llama31_8b_128k_v5p_64", "v5p-64"),
         nightly("grpo_gsm8k_qwen3_30b_a3b_v5p_64", "v5p-64"),
         nightly("grpo_gsm8k_qwen25_3b_v6e_8", "v6e-8"),
         nightly("grpo_gsm8k_qwen25_3b_v6e_16", "v6e-16"),
-        nightly("sampler/gsm8k_qwen25_3b_v6e_8", "v6e-8"),
         nightly(SAMPLER, "v5p-16"),
         nightly(f"{SAMPLER}_real", "v5p-16"),
         nightly(f"{SAMPLER}_128prompts_2048_hostdp_wandb_v5p16", "v5p-16"),

@@ -36,10 +36,8 @@ def sent(text):
     return [(run.computation, run.times, run.op.arrays[0].bytes) for run in runs]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [("1,4,1", "bfloat16"), *(pytest.param(each, None, marks=pytest.mark.nightly) for each in ("1,4,1", "1,2,2"))],
-)
+@pytest.mark.nightly  # in make slow: test_two_slices_are_planned of test_planner.py
+@pytest.mark.parametrize(("shape", "dtype"), [("1,4,1", "bfloat16"), ("1,4,1", None), ("1,2,2", None)])
 def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatches(shape, dtype):
     mesh = make_mesh(shape, topology("2xv6e-4").devices)
     reduce_dtype = None if dtype is None else jnp.dtype(dtype)
@@ -100,7 +98,8 @@ def test_decoding_takes_the_layers_of_the_other_stage_once_as_predicted():
         assert from_other_slices(model) == sum(times * size for _, times, size in found) > 0
 
 
-@pytest.mark.parametrize("name", ["2xv5p-16", pytest.param("2xv6e-16", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # in make slow: test_two_slices_are_planned of test_planner.py
+@pytest.mark.parametrize("name", ["2xv5p-16", "2xv6e-16"])
 def test_decoding_takes_no_weight_from_another_slice(name):
     mesh = make_mesh("auto", topology(name).devices)
     weights = weights_on(mesh, ModelPreset(config=CONFIG, vocab_size=1024), "float32")

@@ -65,8 +65,10 @@ class Group:
         devices: int,
         environment: Mapping[str, str] | None = None,
         setup: Callable[[], object] | None = None,
+        patience: float = 1.0,
     ):
         self._count = 0
+        self._patience = patience
         self._what = f"the start of {processes} processes"
         self._directory = _make_directory()
         self._lines: dict[int, Connection] = {}
@@ -74,7 +76,8 @@ class Group:
         address = str(self._directory / SOCKET)
         first = None if setup is None else vars(Reference.to(setup))
         command = launch_command(processes, devices, self._directory)
-        command += ["python", "-m", "lockstep.testing.worker", address, json.dumps({"path": sys.path, "setup": first})]
+        arguments = {"path": sys.path, "setup": first, "patience": patience}
+        command += ["python", "-m", "lockstep.testing.worker", address, json.dumps(arguments)]
         with (
             socket.socket(socket.AF_UNIX) as listener,
             open(self._directory / "launcher.log", "wb", opener=in_place) as log,
@@ -85,12 +88,12 @@ class Group:
             self._launcher = subprocess.Popen(
                 command, env={**os.environ, **(environment or {})}, cwd=DIRECTORY, stdout=log, stderr=subprocess.STDOUT
             )
-            deadline = time.monotonic() + START_S
+            deadline = time.monotonic() + START_S * patience
             while len(self._lines) < processes:
                 if self._launcher.poll() is not None:
                     self._fail("a process failed")
                 if time.monotonic() > deadline:
-                    self._fail(f"not done within {START_S:g} s")
+                    self._fail(f"not done within {START_S * patience:g} s")
                 with contextlib.suppress(TimeoutError, EOFError):  # nobody yet; one that died at once
                     accepted, _ = listener.accept()
                     accepted.setblocking(True)
@@ -124,7 +127,7 @@ class Group:
         self._count += 1
         self._what = name or function.name
         request = Request(number=self._count, function=function, path=list(sys.path), arguments=pickle.dumps(arguments))
-        outcomes = self._outcomes(request, timeout_s)
+        outcomes = self._outcomes(request, timeout_s * self._patience)
         if not leaves:
             self._check_nothing_is_left()
         reasons = [outcome.skipped for outcome in outcomes if outcome.skipped is not None]
@@ -144,7 +147,7 @@ class Group:
                 break
             outcomes |= arrived
             if any(outcome.failed is not None for outcome in arrived.values()):
-                deadline = min(deadline, time.monotonic() + OTHERS_S)
+                deadline = min(deadline, time.monotonic() + OTHERS_S * self._patience)
         one_kind = len({outcome.skipped for outcome in outcomes.values()}) == 1
         if waiting or not one_kind or any(outcome.failed is not None for outcome in outcomes.values()):
             self._fail_by_process(outcomes, timeout_s)
@@ -168,11 +171,11 @@ class Group:
     def _check_nothing_is_left(self) -> None:
         self._send(LeftoverCheck())
         leftovers: dict[int, Leftovers] = {}
-        deadline = time.monotonic() + LOOK_S
+        deadline = time.monotonic() + LOOK_S * self._patience
         while waiting := self._lines.keys() - leftovers.keys():
             arrived = self._receive(waiting, deadline)
             if not arrived:
-                self._fail(f"what it left behind was not found within {LOOK_S:g} s")
+                self._fail(f"what it left behind was not found within {LOOK_S * self._patience:g} s")
             leftovers |= arrived
         texts = [f"process {index}: {text}" for index, left in sorted(leftovers.items()) for text in left.lines]
         if len({left.ledger for left in leftovers.values()}) > 1:
@@ -185,7 +188,7 @@ class Group:
             for line in self._lines.values():
                 line.send(message)
         except OSError:
-            self._fail("a process failed", patience_s=END_S)
+            self._fail("a process failed", grace_s=END_S * self._patience)
 
     def _receive(self, processes: Collection[int], deadline: float) -> dict[int, Any]:
         """Wait until at least one of some processes has answered; return the answers, none where it is too late."""
@@ -194,7 +197,7 @@ class Group:
             ready = wait(list(lines), max(0.0, deadline - time.monotonic()))
             return {lines[line]: line.recv() for line in ready if isinstance(line, Connection)}
         except (EOFError, OSError):
-            self._fail("a process failed", patience_s=END_S)
+            self._fail("a process failed", grace_s=END_S * self._patience)
 
     def hang_up(self) -> None:
         """Have the processes leave the job in order."""
@@ -208,24 +211,24 @@ class Group:
         self._what = f"the end of the job, after {self._what}"
         self.hang_up()
         try:
-            code = self._launcher.wait(END_S)
+            code = self._launcher.wait(END_S * self._patience)
         except subprocess.TimeoutExpired:
-            self._fail(f"not done within {END_S:g} s")
+            self._fail(f"not done within {END_S * self._patience:g} s")
         if code != 0:
             self._fail("a process failed")
         shutil.rmtree(self._directory)
 
-    def _fail(self, why: str, *, patience_s: float = 0.0, in_order: bool = False) -> NoReturn:
+    def _fail(self, why: str, *, grace_s: float = 0.0, in_order: bool = False) -> NoReturn:
         """End the group, and raise with the reason and every process's log of the present function.
 
         Args:
-            patience_s: The seconds in which the processes may end by themselves.
+            grace_s: The seconds in which the processes may end by themselves.
             in_order: Whether all of them wait for the next function, so that they can leave in order.
         """
         if in_order:
             self.hang_up()
         try:
-            self._launcher.wait(END_S / 4 if in_order else patience_s)
+            self._launcher.wait(END_S * self._patience / 4 if in_order else grace_s)
         except subprocess.TimeoutExpired:
             self._launcher.send_signal(signal.SIGTERM)
             try:

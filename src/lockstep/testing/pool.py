@@ -34,6 +34,7 @@ class PoolSettings:
             devices. None: nothing.
         most_processes: How many processes may wait for tests at a time, each with half a gigabyte or so; when more are
             needed, the groups that waited longest end first.
+        patience: Factor of every time limit, those that tests pass included, for machines that may be slow.
 
     Example:
         >>> from lockstep.testing import PoolSettings
@@ -44,6 +45,7 @@ class PoolSettings:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     setup: Callable[[], object] | None = None
     most_processes: int = 8
+    patience: float = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -72,7 +74,8 @@ class Pool:
 
     def start(self, processes: int, devices: int, env: Mapping[str, str] | None = None) -> Group:
         """Start a group that is not shared."""
-        return Group(processes, devices, {**self.settings.environment, **(env or {})}, self.settings.setup)
+        settings = self.settings
+        return Group(processes, devices, {**settings.environment, **(env or {})}, settings.setup, settings.patience)
 
     def call(
         self,
@@ -204,7 +207,7 @@ def run_command(
             errors="replace",
         )
         try:
-            output, _ = process.communicate(timeout=timeout_s)
+            output, _ = process.communicate(timeout=timeout_s * POOL.settings.patience)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
             try:
@@ -212,7 +215,8 @@ def run_command(
             except subprocess.TimeoutExpired:
                 process.kill()  # the kernel then kills the workers: launch.die_with_parent
                 output, _ = process.communicate()
-            raise AssertionError(f"{' '.join(command)} did not end within {timeout_s:g} s\n{output}") from None
+            limit = f"{timeout_s * POOL.settings.patience:g} s"
+            raise AssertionError(f"{' '.join(command)} did not end within {limit}\n{output}") from None
         finally:
             process.kill()
         files = [Path(directory) / f"process-{i}.log" for i in range(processes)]
@@ -250,7 +254,7 @@ def run_unattended(
                 )
         ends: dict[int, float] = {}
         try:
-            deadline = time.monotonic() + timeout_s
+            deadline = time.monotonic() + timeout_s * POOL.settings.patience
             while len(ends) < processes and time.monotonic() < deadline:
                 for index, process in enumerate(running):
                     if index not in ends and process.poll() is not None:
@@ -276,5 +280,6 @@ def function_command(body: Callable[..., Any], *args: Any) -> list[str]:
         "reference": vars(Reference.to(body)),
         "arguments": args,
         "setup": None if setup is None else vars(Reference.to(setup)),
+        "patience": POOL.settings.patience,
     }
     return ["python", "-m", "lockstep.testing.worker", "once", json.dumps(fields)]

@@ -34,19 +34,20 @@ HOST_TIMEOUT_S = 60.0  # seconds that the processes of a group wait for each oth
 JOIN_S = 60  # seconds in which all processes of a group must be there
 
 
-def join(setup: Mapping[str, str] | None) -> Hosts:
+def join(setup: Mapping[str, str] | None, patience: float) -> Hosts:
     """Call the function that is to run first, then join the job that the environment describes."""
     if setup is not None:
         Reference(**setup).load()()
-    return lockstep_hosts.start(
-        lockstep_hosts.DistributedConfig(timeout_s=HOST_TIMEOUT_S, initialization_timeout_s=JOIN_S)
+    config = lockstep_hosts.DistributedConfig(
+        timeout_s=HOST_TIMEOUT_S * patience, initialization_timeout_s=round(JOIN_S * patience)
     )
+    return lockstep_hosts.start(config)
 
 
-def serve(address: str, path: list[str], setup: Mapping[str, str] | None) -> None:
+def serve(address: str, path: list[str], setup: Mapping[str, str] | None, patience: float) -> None:
     """Run each function that is asked for over ``address``, a Unix socket, and answer how it ended and what it left."""
     extend_import_path(path)
-    hosts = join(setup)
+    hosts = join(setup, patience)
     faulthandler.register(signal.SIGUSR1)  # the test run asks where a process is that is late
     gc.freeze()  # what is imported is no garbage, and each test ends with a look for all that is
     with connection.Client(address, "AF_UNIX") as line:
@@ -111,9 +112,9 @@ def _plain(value: Any) -> Any:
     )
 
 
-def once(reference: Mapping[str, str], arguments: list[Any], setup: Mapping[str, str] | None) -> None:
+def once(reference: Mapping[str, str], arguments: list[Any], setup: Mapping[str, str] | None, patience: float) -> None:
     """Run one function, whose end is the end of the process."""
-    hosts = join(setup)
+    hosts = join(setup, patience)
     function = Reference(**reference).load()
     hosts.barrier("test-start")
     function(hosts, *arguments)

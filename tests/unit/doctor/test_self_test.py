@@ -127,7 +127,7 @@ def test_other_bits_are_counted_by_layout():
         assert found.outcome == "warning" and text in found.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # that the bits are those of training is shown by tests/unit/engine/decoder
 def test_exact_numerics_are_compared_on_these_devices():
     found = compare_bits(Hosts(MemoryClient.hub(1)[0]), "self-test", make_mesh("1,1,2", jax.devices()[:2]))
     assert found.outcome == "ok", found.text

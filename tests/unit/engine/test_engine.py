@@ -411,7 +411,9 @@ def test_experts_of_a_model_without_any_are_refused(engine: Engine, model: Any) 
         engine.check(model, [request(0, 3, routed_experts=True)])
 
 
-@pytest.mark.parametrize("numerics", ["fast", pytest.param("exact", marks=(pytest.mark.slow, pytest.mark.optimized))])
+@pytest.mark.parametrize(
+    "numerics", ["fast", pytest.param("exact", marks=(pytest.mark.nightly, pytest.mark.optimized))]
+)
 def test_turns_have_the_same_tokens_whenever_they_come(numerics: str) -> None:
     """K/V that was kept, or taken away and prefilled again; in exact numerics log-probabilities have the same bits."""
     model = model_on("1,2,1", dataclasses.replace(LLAMA, numerics=numerics))

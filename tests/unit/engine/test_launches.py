@@ -282,7 +282,7 @@ def failing(*_: Any) -> None:
     raise ValueError("no such text")
 
 
-@pytest.mark.parametrize("what", ["find_stop", pytest.param("observer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["find_stop", pytest.param("observer", marks=pytest.mark.nightly)])
 def test_what_fails_between_launches_fails_the_run_and_leaves_nothing(engine: Engine, model: Any, what: str) -> None:
     requests = [dataclasses.replace(r, params=dataclasses.replace(r.params, stop=("x",))) for r in mixed_requests()]
     engine.prepare(model, requests)

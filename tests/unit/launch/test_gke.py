@@ -167,7 +167,7 @@ def test_with_a_slice_less_the_same_command_goes_on(cluster, monkeypatch, capfd)
     room = cluster / "kube" / "slices"
     text = PRINT + (
         "slices = os.environ.get('MEGASCALE_NUM_SLICES'); print(slices, os.environ['REQUIRE_JAX_PROCESS_COUNT']);"
-        f"open('{room}', 'w').write('1'); sys.stdout.flush(); time.sleep(60 if slices else 0)"
+        f"open('{room}', 'w').write('1'); sys.stdout.flush(); time.sleep(600 if slices else 0)"
     )
     words = ("--slices", "1-2", "--slices_wait_s", "0.3", "--retries", "1", "--grace_s", "1")
     assert launch(*words, kind="v6e-8", python=text) == 0
@@ -184,7 +184,7 @@ def wait_once(cluster):
     """Python that waits in the first attempt, until it is killed, and ends at once in the second."""
     return (
         f"mark = '{cluster}/mark-' + os.environ['TPU_WORKER_ID']; again = os.path.exists(mark);"
-        "open(mark, 'w').close(); time.sleep(0 if again else 20)"
+        "open(mark, 'w').close(); time.sleep(0 if again else 600)"
     )
 
 
@@ -232,7 +232,7 @@ def test_stop_takes_the_job_from_its_queue_which_would_start_it_again(cluster, c
 def test_stop_ends_the_pods_in_order_and_keeps_what_they_print(cluster, capfd):
     text = PRINT + (
         "import signal; signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\n"
-        "print('ready', flush=True); time.sleep(30)"
+        "print('ready', flush=True); time.sleep(600)"
     )
     assert launch("--no-foreground", python=text) == 0
     assert main(["status", "job"]) == 0
@@ -253,14 +253,14 @@ def test_a_job_that_another_launcher_stops_has_ended_for_the_one_that_follows_it
         self.suspend()  # as `lockstep launch stop` does meanwhile
 
     monkeypatch.setattr("lockstep.launch.gke.Cluster.create", create)
-    assert launch(kind="v6e-8", python="import time; time.sleep(30)") == exits.TERMINATED
+    assert launch(kind="v6e-8", python="import time; time.sleep(600)") == exits.TERMINATED
     assert load_record("job").attempts[-1].code == exits.TERMINATED
     assert main(["status", "job"]) == exits.TERMINATED and "job: Stopped\n" in capsys.readouterr().out
 
 
 def test_a_job_that_waits_in_a_queue_has_not_ended(cluster, capsys):
     """Kueue suspends JobSets until there is room."""
-    assert launch("--no-foreground", kind="v6e-8", python="import time; time.sleep(30)") == 0
+    assert launch("--no-foreground", kind="v6e-8", python="import time; time.sleep(600)") == 0
     found = json.loads((cluster / "kube/jobset-job.json").read_text())
     found["spec"]["suspend"] = True
     (cluster / "kube/jobset-job.json").write_text(json.dumps(found))
@@ -298,7 +298,7 @@ def test_ctrl_c_once_ends_in_order_and_twice_at_once(cluster, times):
     text = PRINT + (
         "import signal; signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))\n"
         f"if {times} == 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "print('ready', flush=True); time.sleep(30)"
+        "print('ready', flush=True); time.sleep(600)"
     )
     output = cluster / "output"
     with open(output, "w", encoding="utf-8") as file:
@@ -308,7 +308,7 @@ def test_ctrl_c_once_ends_in_order_and_twice_at_once(cluster, times):
     for _ in range(times):
         child.send_signal(signal.SIGINT)
         time.sleep(0.5)
-    assert child.wait(timeout=60) == 130, text_of(output)
+    assert child.wait(timeout=300) == 130, text_of(output)
     shown = text_of(output)
     assert "SIGINT, ending the pods" in shown and ("SIGINT, killing the pods" in shown) == (times == 2)
     assert ("[0] saved" in shown) == (times == 1)
@@ -420,7 +420,7 @@ def test_an_image_that_is_not_there_ends_the_job(cluster, monkeypatch, capsys):
 
 
 def test_a_job_that_another_cluster_has_is_not_deleted_for_one_of_its_name(cluster, capsys):
-    assert launch("--context", "one", "--no-foreground", kind="v6e-8", python="import time; time.sleep(30)") == 0
+    assert launch("--context", "one", "--no-foreground", kind="v6e-8", python="import time; time.sleep(600)") == 0
     assert launch("--context", "two", "--no-foreground", kind="v6e-8") == exits.REFUSED
     shown = capsys.readouterr().err
     assert "there is a JobSet job of this launcher elsewhere (--context 'one', --namespace '')" in shown

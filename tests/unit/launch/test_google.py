@@ -84,18 +84,16 @@ def test_from_nothing_to_a_run_on_all_workers_and_back(laptop):
 
 @pytest.mark.slow
 def test_one_worker_fails(laptop):
-    program = 'if [ $FAKE_WORKER = 2 ]; then echo "about to go wrong"; exit 7; fi; sleep 60'
-    begin = time.monotonic()
-    output = run(laptop, program, "--retries", "2", "--grace_s", "2", code=7)
-    assert time.monotonic() - begin < 40, "the others end with it"
-    ordered(output, "worker pod worker 2 (process 2) failed, exit code 7", "its last lines:", "[2] about to go wrong")
+    program = 'if [ $FAKE_WORKER = 1 ]; then echo "about to go wrong"; exit 7; fi; sleep 600'
+    output = run(laptop, program, *TWO_HOSTS, "--retries", "2", "--grace_s", "2", code=7)  # the other ends with it
+    ordered(output, "worker pod worker 1 (process 1) failed, exit code 7", "its last lines:", "[1] about to go wrong")
     assert "trying again" not in output, "an error of the program is not cured by another try"
 
 
 @pytest.mark.slow
 def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(laptop):
     """The commands end as processes of lockstep do (lockstep.hosts.fault)."""
-    program = "if [ $FAKE_WORKER = 0 ]; then sleep 60; elif [ $LOCKSTEP_RESTARTS = 0 ]; then exit 93; else exit 94; fi"
+    program = "if [ $FAKE_WORKER = 0 ]; then sleep 600; elif [ $LOCKSTEP_RESTARTS = 0 ]; then exit 93; else exit 94; fi"
     output = run(laptop, program, *TWO_HOSTS, "--retries", "5", "--grace_s", "1", code=94)
     ordered(output, "exit code 93, a fault of the hardware", "trying again in", "exit code 94, a fault again")
     assert output.count("trying again in") == 1
@@ -105,13 +103,13 @@ def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(lap
 def test_what_was_preempted_is_made_again_and_the_command_started_again(laptop):
     program = """
         file=~/../starts$FAKE_WORKER; echo start >> $file; echo "start $(wc -l < $file)"
-        if [ "$(wc -l < $file)" = 1 ]; then sleep 60; fi
+        if [ "$(wc -l < $file)" = 1 ]; then sleep 600; fi
     """
     options = [*TWO_HOSTS, "--setup", "none", "--retries", "1", "--capacity_type", "spot"]
     process = laptop.start(*SLICE, *options, "--", "sh", "-c", program)
     output = laptop.read_until(process, "start 1", times=2)
     laptop.cloud.preempt("pod")
-    output += process.communicate(timeout=60)[0]
+    output += process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     ordered(
         output, "start 1", "queued resource pod is SUSPENDED", "trying again in", "it is SUSPENDED; deleting what",
@@ -123,10 +121,10 @@ def test_what_was_preempted_is_made_again_and_the_command_started_again(laptop):
 
 @pytest.mark.nightly
 def test_without_retries_left_a_preemption_ends_the_job(laptop):
-    process = laptop.start(*SLICE, *TWO_HOSTS, "--setup", "none", "--", "sh", "-c", "echo up; sleep 60")
+    process = laptop.start(*SLICE, *TWO_HOSTS, "--setup", "none", "--", "sh", "-c", "echo up; sleep 600")
     output = laptop.read_until(process, "] up", times=2)
     laptop.cloud.preempt("pod")
-    output += process.communicate(timeout=60)[0]
+    output += process.communicate(timeout=300)[0]
     assert process.returncode == WORKER_LOST and "is SUSPENDED" in output, output
 
 
@@ -145,7 +143,7 @@ def test_a_connection_that_drops_does_not_run_the_command_twice(laptop):
     output = laptop.read_until(process, "begun", times=2)
     for i in range(2):
         laptop.cloud.drop_connections(f"pod worker {i}")
-    output += process.communicate(timeout=60)[0]
+    output += process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert output.count("finished") == 2 and output.count("begun") == 2 and "is reached again" in output
     for i in range(2):
@@ -182,11 +180,11 @@ def test_what_dry_run_prints_can_be_pasted(laptop):
 
 @pytest.mark.slow
 def test_a_port_of_worker_0_that_the_network_closes_is_found_before_the_start(laptop):
-    run(laptop, "true")
+    run(laptop, "true", *TWO_HOSTS)
     with laptop.cloud.change() as state:
         for machine in state["machines"].values():
             machine["internal"] = "255.255.255.255"  # where no system connects to
-    output = run(laptop, "echo began", "--env", "JAX_COORDINATOR_PORT=8482", code=PREFLIGHT)
+    output = run(laptop, "echo began", *TWO_HOSTS, "--env", "JAX_COORDINATOR_PORT=8482", code=PREFLIGHT)
     assert (
         "worker pod worker 1: it cannot reach 255.255.255.255:8482" in output
         and "worker pod worker 0: it" not in output
@@ -196,14 +194,19 @@ def test_a_port_of_worker_0_that_the_network_closes_is_found_before_the_start(la
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGHUP, signal.SIGTERM))]
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.nightly),
+    ],
 )
 def test_ctrl_c_while_waiting_leaves_no_request_behind(laptop, number):
     laptop.cloud.queue(["WAITING_FOR_RESOURCES"] * 10000)
     process = laptop.start(*SLICE, "--setup", "none", "--", "true")
     output = laptop.read_until(process, "WAITING_FOR_RESOURCES")
     process.send_signal(number)
-    output += process.communicate(timeout=60)[0]
+    output += process.communicate(timeout=300)[0]
     assert process.returncode == INTERRUPTED and "withdrawing the request" in output, output
     assert not laptop.cloud.read()["requests"]
 
@@ -222,19 +225,19 @@ def test_a_terminal_that_closes_while_waiting_leaves_no_request_behind(laptop):
     while b"WAITING_FOR_RESOURCES" not in output:
         output += os.read(ours, 4096)
     os.close(ours)
-    process.wait(timeout=60)
+    process.wait(timeout=300)
     assert not laptop.cloud.read()["requests"]
     assert "withdrawing the request" in (laptop.directory / "jobs" / "pod" / "launcher.log").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["stop", "delete"])
+@pytest.mark.parametrize("command", [pytest.param("stop", marks=pytest.mark.nightly), "delete"])
 def test_a_job_that_somebody_ends_while_it_waits_for_its_slice_leaves_no_request_behind(laptop, command):
     laptop.cloud.queue(["WAITING_FOR_RESOURCES"] * 10000)
     process = laptop.start(*SLICE, "--setup", "none", "--retries", "3", "--", "true")
     output = laptop.read_until(process, "WAITING_FOR_RESOURCES")
-    laptop.start(command, "pod").communicate(timeout=60)
-    output += process.communicate(timeout=60)[0]
+    laptop.start(command, "pod").communicate(timeout=300)
+    output += process.communicate(timeout=300)[0]
     assert process.returncode == TERMINATED, output
     assert f"job pod was ended by lockstep launch {command}, and is not started again" in output
     assert not laptop.cloud.read()["requests"] and len(laptop.cloud.calls("queued-resources create")) == 1
@@ -254,7 +257,7 @@ def test_with_a_slice_less_the_same_command_goes_on_and_the_next_start_asks_for_
     laptop.add_metadata_server()
     program = """
         echo "slices ${MEGASCALE_NUM_SLICES:-one}, id ${MEGASCALE_SLICE_ID:-none}, of $REQUIRE_JAX_PROCESS_COUNT"
-        if [ $LOCKSTEP_RESTARTS = 0 ] && [ ! -e ~/../again ]; then sleep 60; fi
+        if [ $LOCKSTEP_RESTARTS = 0 ] && [ ! -e ~/../again ]; then sleep 600; fi
     """
     options = ["--backend", backend, "--slices", "1-2", "--tpu_type", "v5p-16", "--capacity_type", "spot",
                "--retries", "1", "--grace_s", "1", "--setup", "none"]  # fmt: skip
@@ -265,7 +268,7 @@ def test_with_a_slice_less_the_same_command_goes_on_and_the_next_start_asks_for_
         "ERROR: There is no more capacity in the zone",
     )
     laptop.cloud.preempt("pod-0")
-    output += process.communicate(timeout=60)[0]
+    output += process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     ordered(output, "trying again in", "going on with 1 of 2 slices, the next start asks for 2 again: the zone has no",
             "slices one, id none, of 2")  # fmt: skip
@@ -285,7 +288,7 @@ def test_the_package_is_installed_once(laptop):
     tools = laptop.directory / "bin"
     (tools / "uv").write_text(UV)
     (tools / "uv").chmod(0o755)
-    output = laptop.launch(*SLICE, "--tpu_type", "v5p-16", "--", "lockstep", "train", timeout_s=120)
+    output = laptop.launch(*SLICE, "--tpu_type", "v5p-16", "--", "lockstep", "train")
     assert output.count("[0] trained with") == 1 and output.count("[1] trained with") == 1
     ordered(output, "[0] setup: installing 0.2.0-", "[0] setup: 0.2.0-", "is ready", "[0] trained with")
     versions = laptop.cloud.home("pod worker 0") / ".lockstep" / "versions"
@@ -383,7 +386,7 @@ def test_a_preempted_training_run_has_the_losses_of_one_that_was_not(laptop):
             "--trainer.run_id", name, "--trainer.checkpointer", "{every: 5}",
         ]  # fmt: skip
 
-    plain = laptop.launch(*words("plain"), timeout_s=300)
+    plain = laptop.launch(*words("plain"))
     assert "[0] " in plain and "done: 30 of 30 steps" in plain
 
     process = laptop.start(*words("spot"))
@@ -417,13 +420,13 @@ def test_two_slices_find_each_other_at_the_machine_that_google_counts_first(lapt
     laptop.add_metadata_server()
     program = 'echo "$FAKE_WORKER_NUMBER $MEGASCALE_COORDINATOR_ADDRESS $MEGASCALE_NUM_SLICES $MEGASCALE_SLICE_ID."'
     output = laptop.launch(
-        *MIG_SLICE, "--tpu_type", "v6e-16", "--slices", "2", "--setup", "none", "--", "sh", "-c", program
+        *MIG_SLICE, "--tpu_type", "v5p-16", "--slices", "2", "--setup", "none", "--", "sh", "-c", program
     )
-    assert "pod: 8 STAGING" in output and "pod: 8 RUNNING" in output and "8 workers" in output
+    assert "pod: 4 STAGING" in output and "pod: 4 RUNNING" in output and "4 workers" in output
     machines = laptop.cloud.read()["machines"].values()
     (first,) = (each for each in machines if (each["slice"], each["worker"]) == (0, 0))
     for slice_id in (0, 1):
-        for worker in range(4):
+        for worker in range(2):
             assert output.count(f"{worker} {first['internal']}:8080 2 {slice_id}.") == 1
     names = sorted(each["name"] for each in machines if each["slice"] == 0)
     assert names[0] != first["name"], "else the test shows nothing"
@@ -444,13 +447,13 @@ def test_slices_whose_machines_do_not_say_their_number_are_refused(laptop):
 def test_what_was_preempted_is_made_again(laptop):
     program = """
         file=~/../starts$FAKE_WORKER_NUMBER; echo start >> $file; echo "start $(wc -l < $file)"
-        if [ "$(wc -l < $file)" = 1 ]; then sleep 60; fi
+        if [ "$(wc -l < $file)" = 1 ]; then sleep 600; fi
     """
     options = ["--tpu_type", "v5p-16", "--capacity_type", "spot", "--retries", "1", "--setup", "none"]
     process = laptop.start(*MIG_SLICE, *options, "--", "sh", "-c", program)
     output = laptop.read_until(process, "start 1", times=2)
     laptop.cloud.preempt("pod")
-    output += process.communicate(timeout=60)[0]
+    output += process.communicate(timeout=300)[0]
     assert process.returncode == 0 and output.count("start 2") == 2, output
     assert "is TERMINATED" in output and output.count("pod: asking for v5p-16") == 2
 

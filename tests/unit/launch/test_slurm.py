@@ -102,7 +102,7 @@ def test_the_first_failure_is_the_code_of_the_job(cluster, capfd):
         "if os.environ['SLURM_PROCID'] == '1':\n"
         "    while not ready.exists(): time.sleep(0.02)\n"
         "    sys.exit(3)\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(85)); ready.touch(); time.sleep(30)"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(85)); ready.touch(); time.sleep(600)"
     )
     assert launch("--nodes", "2", "--retries", "2", python=text) == 3
     shown = capfd.readouterr().err
@@ -163,7 +163,7 @@ def test_a_lost_node_is_tried_again_and_its_log_is_kept(cluster, monkeypatch, ca
 def test_a_signal_to_the_task_is_the_commands_and_ends_it_in_order(cluster):
     text = (
         PRINT + "import signal, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143));"
-        "print('ready', flush=True); time.sleep(30)"
+        "print('ready', flush=True); time.sleep(600)"
     )
     assert launch("--no-foreground", python=text) == 0
     until(lambda: "ready" in text_of(cluster / "jobs/job/attempt-1/worker-0.log"))
@@ -184,7 +184,7 @@ def test_a_controller_that_is_away_for_a_moment_is_asked_again(cluster, capfd):
 
 @pytest.mark.slow
 def test_the_name_of_a_job_in_the_queue_is_taken(cluster, capsys):
-    assert launch("--no-foreground", python="import time; time.sleep(30)") == 0
+    assert launch("--no-foreground", python="import time; time.sleep(600)") == 0
     assert launch(python="print(1)") == exits.REFUSED
     assert "is in Slurm's queue (job 1000). Give another --name" in capsys.readouterr().err
     assert main(["delete", "job"]) == 0
@@ -236,7 +236,7 @@ def test_a_name_that_a_job_of_another_backend_has_is_refused(cluster, capsys):
 def test_ctrl_c_cancels_the_job(cluster):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     words = ["infra/launch.py", "--backend", "slurm", "--name", "job", "--", sys.executable, "-c"]
-    text = "import time; print('ready', flush=True); time.sleep(30)"
+    text = "import time; print('ready', flush=True); time.sleep(600)"
     child = subprocess.Popen(
         [sys.executable, *words, text],
         cwd=ROOT,

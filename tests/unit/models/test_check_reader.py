@@ -264,12 +264,12 @@ BASES = np.stack([rope(theta=100.0)["frequencies"], rope(theta=1e6)["frequencies
 @pytest.mark.parametrize(
     ("variant", "text"),
     [
-        pytest.param({"sliding_rope": RotaryConfig(theta=100.0)}, None, marks=pytest.mark.slow),
+        pytest.param({"sliding_rope": RotaryConfig(theta=100.0)}, None, marks=pytest.mark.nightly),
         ({"sliding_rope": RotaryConfig(theta=1e4)}, r"variant\.sliding_rope\.theta is 10000: it should be 100 "),
         pytest.param(
             {"sliding_rope": RotaryConfig(theta=100.0), "sliding_window": 9},
             r"variant\.sliding_window is 9: it should be 8",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             {
@@ -277,7 +277,7 @@ BASES = np.stack([rope(theta=100.0)["frequencies"], rope(theta=1e6)["frequencies
                 "layer_types": ("full_attention", "sliding_attention"),
             },
             r"variant\.layer_types: the layers with a window",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -301,10 +301,10 @@ PLAIN, YARN = RotaryConfig(theta=1e6), RotaryConfig(theta=1e6, yarn=reader_searc
 @pytest.mark.parametrize(
     ("full", "sliding", "text"),
     [
-        pytest.param(YARN, PLAIN, None, marks=pytest.mark.slow),
+        pytest.param(YARN, PLAIN, None, marks=pytest.mark.nightly),
         (YARN, None, r"variant\.sliding_rope is None: it should be RotaryConfig\(theta=1000000\.0, .* yarn=None"),
         pytest.param(
-            YARN, YARN, r"variant\.sliding_rope is Rot.* it should be Rot.* yarn=None", marks=pytest.mark.slow
+            YARN, YARN, r"variant\.sliding_rope is Rot.* it should be Rot.* yarn=None", marks=pytest.mark.nightly
         ),
         pytest.param(PLAIN, None, r"rope\.yarn is None: .*factor=8.*, in layers without", marks=pytest.mark.slow),
     ],
@@ -453,11 +453,14 @@ MISREAD = {
     "linear, neighbours": (of_variant(interleaved_rope=True), "variant.interleaved_rope is True: it should be False"),
 }
 """What a reader can have wrong of a model, as changes of its configuration or of its weights."""
-OFTEN = {"latent, values", "linear, parts"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.nightly) for name in MISREAD]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "latent, values" else pytest.mark.nightly)
+        for name in MISREAD
+    ],
 )
 def test_what_is_wrong_with_a_latent_or_a_memory_is_named(compiled, name):
     model = model_on("1,1,1", {"latent": FAMILIES["latent"], "linear": LINEAR, "split": SPLIT}[name.partition(",")[0]])
@@ -488,19 +491,13 @@ SHARED = Qwen2MoeConfig(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "changed", "likely"),
     [
         (FAMILIES["experts"], {"norm_topk_prob": True}, "experts.norm_topk_prob is True: it should be False"),
-        pytest.param(
-            *(FAMILIES["gpt_oss"], {"num_experts_per_tok": 1}, "experts.num_experts_per_tok is 1: it should be 2"),
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            *(SHARED, {"num_experts_per_tok": 3}, "experts.num_experts_per_tok is 3: it should be 2"),
-            marks=pytest.mark.nightly,
-        ),
+        (FAMILIES["gpt_oss"], {"num_experts_per_tok": 1}, "experts.num_experts_per_tok is 1: it should be 2"),
+        (SHARED, {"num_experts_per_tok": 3}, "experts.num_experts_per_tok is 3: it should be 2"),
     ],
     ids=["experts", "gpt_oss", "shared"],
 )

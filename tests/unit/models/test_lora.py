@@ -40,7 +40,7 @@ SEVEN = [f"{weight}_proj" for weight in ("q", "k", "v", "o", "gate", "up", "down
     [
         pytest.param("qwen3", "1,1,1", LORA, marks=pytest.mark.slow),
         ("llama", "1,2,2", LORA),
-        pytest.param("experts", "1,2,2", MLPS, marks=pytest.mark.slow),
+        pytest.param("experts", "1,2,2", MLPS, marks=pytest.mark.nightly),
     ],
 )
 def test_it_computes_as_the_merged_model(family, mesh_shape, lora):
@@ -65,10 +65,10 @@ def test_new_adapters_change_nothing_to_the_bit():
 @pytest.mark.parametrize(
     ("family", "mesh_shape", "lora"),
     [
-        ("llama", "1,1,1", LORA),
+        pytest.param("llama", "1,1,1", LORA, marks=pytest.mark.nightly),
         pytest.param("experts", "1,1,1", MLPS, marks=pytest.mark.nightly),
         ("experts", "1,2,2", MLPS),
-        ("gpt_oss", "1,2,2", GATE_UP),
+        pytest.param("gpt_oss", "1,2,2", GATE_UP, marks=pytest.mark.nightly),
         pytest.param("mixed", "1,2,1", MLPS, marks=pytest.mark.nightly),
     ],
 )
@@ -125,7 +125,7 @@ def test_the_decoder_merges_on_the_way(mesh_shape):
 @pytest.mark.parametrize(
     ("family", "lora", "layout"),
     [
-        ("llama", LORA, {"tensor": 2}),
+        pytest.param("llama", LORA, {"tensor": 2}, marks=pytest.mark.nightly),
         pytest.param("llama", LORA, "training", marks=pytest.mark.nightly),
         ("experts", MLPS, {"expert": 2}),
         ("mixed", MLPS, {"tensor": 2}),

@@ -151,7 +151,8 @@ def test_values_and_scales_are_the_same_on_any_mesh(
         ("qwen2", "1,2,2", {"tensor": 2}, "int8", {"page_size": 8, "max_prefill_size": 16}),
         pytest.param("llama", "1,1,1", "auto", "int8", {}, marks=pytest.mark.nightly),
         pytest.param("gemma", "1,4,1", "training", "fp8", {"page_size": 16}, marks=pytest.mark.nightly),
-        ("llama", "1,4,1", {"tensor": 4}, "fp8", {"max_seqs": 3}),  # replicated kv heads
+        # Replicated kv heads.
+        pytest.param("llama", "1,4,1", {"tensor": 4}, "fp8", {"max_seqs": 3}, marks=pytest.mark.nightly),
         pytest.param(
             "experts", "1,2,2", {"tensor": 2}, "int8", {"page_size": 8}, marks=pytest.mark.nightly
         ),  # whole experts

@@ -55,14 +55,13 @@ def run_cases(examples: int, *drawn: Any) -> None:
 
 @pytest.mark.slow
 def test_tokens_depend_on_the_request_alone() -> None:
-    run_cases(15, st.sampled_from(QUICK), orders)
+    run_cases(8, st.sampled_from(QUICK), orders)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("examples", [6, pytest.param(200, marks=pytest.mark.nightly)])
-def test_tokens_depend_on_the_request_alone_in_every_family_and_layout(examples: int) -> None:
+@pytest.mark.nightly
+def test_tokens_depend_on_the_request_alone_in_every_family_and_layout() -> None:
     every = st.tuples(st.sampled_from(sorted(FAMILIES)), st.integers(0, len(CONFIGS) - 1))
-    run_cases(examples, every, orders)
+    run_cases(200, every, orders)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.optimized
 
 CASES = [(family, dtype) for family in sorted(EXACT_FAMILIES) for dtype in ("bfloat16", "float32")]
 FAST = {("llama", "bfloat16"), ("gpt_oss", "bfloat16")}
+IN_SLOW = {("latent", "bfloat16"), ("apertus", "bfloat16"), ("gemma", "float32")}
 """In float32 sums of three terms are not exact with the flags of `make test`."""
 
 
@@ -31,16 +32,15 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_proof, "_prove", exact_proof._prove.__wrapped__)
 
 
-def weighed(number: int, case: tuple[str, str]) -> Any:
-    """A family in one type, by turns, in `make slow`; in the other nightly."""
-    by_turns = pytest.mark.slow if number % 4 in (0, 3) else pytest.mark.nightly
-    return pytest.param(*case, marks=[] if case in FAST else by_turns)
+def weighed(case: tuple[str, str]) -> Any:
+    heavier = pytest.mark.slow if case in IN_SLOW else pytest.mark.nightly
+    return pytest.param(*case, marks=[] if case in FAST else heavier)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [weighed(*row) for row in enumerate(CASES)])
+@pytest.mark.parametrize(("family", "dtype"), [weighed(case) for case in CASES])
 def test_it_holds_here_and_its_bits_do_not_depend_on_the_run(family: str, dtype: str, _anew: None) -> None:
     digests = [prove_exact(FAMILIES[family], VOCAB, dtype, "cpu") for _ in range(2)]
-    assert digests[0] == digests[1] != prove_exact(FAMILIES[family], VOCAB + 8, dtype, "cpu")
+    assert digests[0] == digests[1]
 
 
 def test_products_are_those_of_the_model_cut_to_whole_blocks() -> None:
@@ -96,6 +96,7 @@ def test_hosts_agree_on_the_bits() -> None:
     model = model_of("1,1,1", "bfloat16")
     agreed = Engine(EngineConfig(), mesh_of("1,1,1")).prepare(model, REQUESTS[:1])
     assert agreed[AGREED] == prove_exact(EXACT, VOCAB, "bfloat16", "cpu")
+    assert agreed[AGREED] != prove_exact(EXACT, VOCAB + 8, "bfloat16", "cpu")
     assert re.fullmatch("[0-9a-f]{64}", agreed[AGREED])
 
 

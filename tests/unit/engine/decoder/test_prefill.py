@@ -46,7 +46,7 @@ def requests_with_and_without() -> list[Request]:
             {"page_size": 8, "max_prefill_size": 16, "max_seqs": 3},
             marks=pytest.mark.nightly,
         ),
-        pytest.param("experts", "1,4,1", {"tensor": 4}, {"page_size": 16, "max_seqs": 4}, marks=pytest.mark.slow),
+        pytest.param("experts", "1,4,1", {"tensor": 4}, {"page_size": 16, "max_seqs": 4}, marks=pytest.mark.nightly),
         pytest.param("tied", "2,2,1", "training", {"page_size": 32, "max_prefill_size": 32}, marks=pytest.mark.nightly),
     ],
 )

@@ -34,10 +34,7 @@ COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collecti
 QUICK = {"qwen3": ("training",)}
 """Layouts of the families that `make test` runs, which has Llama on two devices by its vocabulary, below."""
 SLOW = {
-    "llama": ("tensor1",),
     "gemma3": ("tensor2",),
-    "apertus": ("tensor2",),
-    "experts": ("tensor2",),
     "mixed": ("training",),
     "latent": ("tensor2",),
 }
@@ -89,8 +86,9 @@ def test_every_family_and_layout(family: str, layout: str, mesh: str, options: d
     assert {program.traces for program in engine.programs.values()} == {1}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", [30, 18])
+@pytest.mark.parametrize(
+    "vocab_size", [pytest.param(30, marks=pytest.mark.nightly), pytest.param(18, marks=pytest.mark.slow)]
+)
 def test_rows_beyond_the_vocabulary_are_never_sampled(vocab_size: int) -> None:
     # Two devices have 20 rows each: with 18 tokens the second has none that may be sampled.
     engine = Engine(EngineConfig(layout={"tensor": 2}, **OPTIONS[2]), mesh_of("1,2,2"), vocab_size=vocab_size)
@@ -168,7 +166,7 @@ def test_xielu_is_the_formula_of_the_paper() -> None:
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        ("qwen2", "1,4,1"),
+        pytest.param("qwen2", "1,4,1", marks=pytest.mark.nightly),
         ("sinks", "1,4,1"),
         *(pytest.param(family, "1,2,2", marks=pytest.mark.nightly) for family in ("llama", "gemma", "olmo")),
     ],

@@ -183,7 +183,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[SamplingParams]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(cases())
 def test_what_is_kept_is_the_same_in_every_layout(case: tuple[np.ndarray, list[SamplingParams]]) -> None:
     scores, params = case

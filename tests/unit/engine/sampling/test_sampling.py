@@ -76,7 +76,7 @@ def check(want: list[Expected], got: list[Completion]) -> None:
         pytest.param(
             {"tensor": 1}, {"page_size": 8, "max_seqs": 6, "max_steps_per_launch": 5}, marks=pytest.mark.nightly
         ),
-        pytest.param({"tensor": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, {}, marks=pytest.mark.nightly),
         pytest.param({"tensor": 4}, {"max_steps_per_launch": 4}, marks=pytest.mark.nightly),
         pytest.param("training", {"max_seqs": 8}, marks=pytest.mark.slow),
     ],

@@ -206,7 +206,7 @@ class Endings(RuleBasedStateMachine):
             assert replica.allocator.num_free == self.run.scheduler.capacity.pages - 1, "pages leak"
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.nightly)])
 def test_any_order_of_endings(examples: int) -> None:
     SEEN.clear()
     how = settings(max_examples=examples, stateful_step_count=25)
@@ -219,7 +219,7 @@ def test_any_order_of_endings(examples: int) -> None:
     assert not [each for each in wanted if not SEEN[each]], SEEN
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.nightly)])
 def test_stop_strings_end_answers_whatever_the_launches(examples: int) -> None:
     @settings(max_examples=examples)
     @given(cases_with_stops())

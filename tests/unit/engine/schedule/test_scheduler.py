@@ -121,7 +121,7 @@ class Checks:
             assert a.request.prompt_tokens[:end] == b.request.prompt_tokens[:end], "not a common prefix"
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [30, pytest.param(200, marks=pytest.mark.nightly)])
 def test_everything_is_answered_as_if_it_were_alone(examples: int) -> None:
     drawn = given(cases(), st.none() | st.integers(1, 4), st.booleans())(answered_as_if_alone)
     settings(max_examples=examples)(drawn)()

@@ -88,7 +88,7 @@ def check_a_choice(lengths: list[tuple[int, int, int]], share: float, utilizatio
     assert got == choose(requests, free, hbm_utilization=utilization, **caps), "the same numbers, the same decision"
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(60, marks=pytest.mark.nightly)])
 def test_what_is_chosen_fits_the_budget_and_the_caps(examples: int) -> None:
     settings(max_examples=examples)(check_a_choice)()
 

@@ -58,7 +58,7 @@ def test_the_compiler_agrees_about_the_bytes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [1, 4])
+@pytest.mark.parametrize("whole", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_the_compiler_agrees_about_the_bytes_of_exact_experts(whole: int) -> None:
     """Parts of each on four devices, or two whole ones on each, which answer 4 times for each of 64 tokens."""
     experts = Experts(num_experts=8, num_experts_per_tok=4, intermediate_dim=16)

@@ -127,7 +127,7 @@ def test_several_devices_attend_as_one(call: str, modifier: str, devices: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [pytest.param("decode", marks=pytest.mark.nightly), "verify", "prefill"])
 def test_several_devices_attend_as_one_by_the_kernel(call: str) -> None:
     run, shape = CALLS[call]
     heads = Heads(kv_heads=1, group=GROUP, head_size=HEAD, **MODIFIERS["window and cap"])

@@ -188,7 +188,11 @@ def test_a_launch_without_rows_still_has_a_sequence() -> None:
 
 CASES: list[Any] = [
     pytest.param(
-        "qwen3", "1,2,2", {"tensor": 2}, {"page_size": 8, "max_prefill_size": 32, "max_seqs": 6}, marks=pytest.mark.slow
+        "qwen3",
+        "1,2,2",
+        {"tensor": 2},
+        {"page_size": 8, "max_prefill_size": 32, "max_seqs": 6},
+        marks=pytest.mark.nightly,
     ),
     pytest.param(
         "llama", "1,2,1", {"tensor": 1}, {"page_size": 16, "kv_cache_dtype": "fp8"}, marks=pytest.mark.nightly

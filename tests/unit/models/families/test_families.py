@@ -29,19 +29,16 @@ QWEN = ["qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"
 EXPERTS = [*BIASED, *QWEN, "deepseek_v2", "deepseek_v2_lite", "gpt_oss", "mixtral"]
 FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "olmo3", "phi3", "qwen3_5"]
 LLAMAS = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
-"""Families whose layers tests/unit/engine has in every layout; these weights are decoded in nightly tests."""
-PARTS = {
-    "deepseek_v3_lite": "deepseek_v3, and deepseek_v2_lite, whose queries are no latent either",
-    "qwen3_5": "qwen3_5_moe, and qwen3 for the MLP",
-    "qwen3_moe": "qwen3_moe_mixed",
-}
-"""Families whose layers others have too, which compute in nightly tests."""
+"""Families whose layers tests/unit/engine has in every layout."""
+UNLIKE = ("deepseek_v3", "gpt_oss", "qwen3_next")
+"""Families that have the fewest layers in common, with each other and with those of `make test`: latents, sinks, a
+memory. The others are nightly."""
 DEFAULT = LoraConfig(r=2, alpha=3.0)
 
 
-def some_fast(name: str, *fast: str, nightly: Container[str] = ()) -> Any:
-    marks = () if name in fast else pytest.mark.nightly if name in nightly else pytest.mark.slow
-    return pytest.param(name, marks=marks)
+def some_fast(name: str, fast: str, slow: Container[str], *values: Any) -> Any:
+    marks = () if name == fast else pytest.mark.slow if name in slow else pytest.mark.nightly
+    return pytest.param(name, *values, marks=marks)
 
 
 def load(path: Path, shape: str) -> Any:
@@ -56,9 +53,7 @@ def test_the_oracle_is_transformers(family: str) -> None:
     assert np.abs(forward(GOLDEN / family, golden["input_ids"]) - golden["logits"]).max() < 5e-5
 
 
-@pytest.mark.parametrize(
-    "family", [some_fast(name, "phi3", nightly={*PARTS, *LLAMAS}) for name in (*FAMILIES, *LLAMAS)]
-)
+@pytest.mark.parametrize("family", [some_fast(name, "phi3", UNLIKE) for name in (*FAMILIES, *LLAMAS)])
 @pytest.mark.parametrize(
     ("shape", "layout"),
     [
@@ -88,7 +83,9 @@ def test_the_engine_writes_what_transformers_writes(family: str, shape: str, lay
     assert np.abs(logprobs.max(-1) - [answer.logprobs for answer in answers]).max() < 5e-5
 
 
-@pytest.mark.parametrize("family", [some_fast(name, "cohere2", nightly=PARTS) for name in (*FAMILIES, *LLAMAS)])
+@pytest.mark.parametrize(
+    "family", [some_fast(name, "cohere2", (*UNLIKE, "gemma2", "glm4", "phi3")) for name in (*FAMILIES, *LLAMAS)]
+)
 def test_logits_are_those_of_transformers_and_gradients_of_the_oracle(family: str, tmp_path: Path) -> None:
     """Along a random direction of each kind of tensor, by a central difference in float64."""
     golden, rng = np.load(GOLDEN / family / "golden.npz"), np.random.default_rng(0)
@@ -120,7 +117,7 @@ def test_logits_are_those_of_transformers_and_gradients_of_the_oracle(family: st
         assert abs(slope - (ahead - behind) / 2e-5) <= 1e-4 * norm, kind
 
 
-@pytest.mark.parametrize("family", [some_fast(name, "gpt_oss", nightly=PARTS) for name in FAMILIES])
+@pytest.mark.parametrize("family", [some_fast(name, "gpt_oss", UNLIKE) for name in FAMILIES])
 def test_a_saved_checkpoint_is_the_one_that_was_loaded(family: str, tmp_path: Path) -> None:
     model = load_hf(str(GOLDEN / family), mesh_of("1,1,2"), dtype=jnp.bfloat16)
     save_hf(model, tmp_path / "out", max_shard_bytes=20_000)
@@ -137,14 +134,8 @@ def test_a_saved_checkpoint_is_the_one_that_was_loaded(family: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        pytest.param("phi3", DEFAULT, marks=pytest.mark.slow),
-        pytest.param("mixtral", DEFAULT, marks=pytest.mark.slow),
-        *(
-            pytest.param(each, DEFAULT, marks=pytest.mark.nightly)
-            for each in FAMILIES
-            if each not in ("phi3", "mixtral")
-        ),
-        *(pytest.param(family, MLPS, marks=pytest.mark.slow) for family in ("qwen2_moe", "qwen3_moe_mixed")),
+        *(some_fast(each, "", ("phi3",), DEFAULT) for each in FAMILIES),
+        *(some_fast(each, "", ("qwen3_moe_mixed",), MLPS) for each in ("qwen2_moe", "qwen3_moe_mixed")),
         pytest.param("gpt_oss", GATE_UP, marks=pytest.mark.slow),
     ],
 )

@@ -152,8 +152,8 @@ def load_on_own_device(hosts: Hosts, urls: list[str], timeout_s: float) -> str:
 @pytest.mark.slow
 def test_hosts_that_read_slowly_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     SlowFiles.reads.clear()
-    monkeypatch.setattr(SlowFiles, "seconds", 0.25)
-    timeout_s = 2.5
+    monkeypatch.setattr(SlowFiles, "seconds", 0.5)
+    timeout_s = 5.0
     results = run_threads(load_on_own_device, 2, [f"{GOLDEN}/mistral", f"slow://{GOLDEN}/mistral"], timeout_s)
     assert results[0] == results[1] and len(results[0]) == 64, results
     assert len(SlowFiles.reads) * SlowFiles.seconds > 2 * timeout_s, "it took longer than any wait may last"

@@ -146,7 +146,7 @@ def test_terms_are_added_one_after_the_other_by_few_rows_and_by_many(rows):
 
 @pytest.mark.parametrize("wide", [pytest.param(True, marks=ON_AVX512), False])
 @pytest.mark.parametrize(
-    "cases", [2, pytest.param(40, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.nightly)]
+    "cases", [2, pytest.param(12, marks=pytest.mark.slow), pytest.param(150, marks=pytest.mark.nightly)]
 )
 def test_a_product_of_float32_has_the_same_bits_in_any_rows_columns_and_program(cases, wide, monkeypatch):
     """A part of each product alone, in a loop beside other work, or from a part of the weight within the program."""

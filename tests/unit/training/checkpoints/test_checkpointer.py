@@ -107,7 +107,7 @@ def test_a_host_that_hangs_costs_the_save_and_nothing_else(tmp_path, monkeypatch
     release = threading.Event()
 
     def body(hosts):
-        checkpointer = make(tmp_path, hosts, timeout_s=3)
+        checkpointer = make(tmp_path, hosts, timeout_s=8)
         original = checkpointer._write
 
         def write(save):

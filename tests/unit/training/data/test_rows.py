@@ -60,7 +60,12 @@ def test_every_row_comes_once_per_epoch_in_another_order(size):
 
 @pytest.mark.parametrize(
     "size",
-    [rows_module.SMALL, 2**16 + 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (200_000, 2**18, 10**6, 10**9))],
+    [
+        rows_module.SMALL,
+        2**16 + 1,
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in (200_000, 2**18, 10**6)),
+        pytest.param(10**9, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_at_neighbouring_places_have_nothing_to_do_with_each_other(size):
     """For a uniform permutation each correlation is 1 / sqrt(count) of chance; six of them never come by chance."""

@@ -152,7 +152,9 @@ display.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shell", ["PYTHONIOENCODING=latin-1 {}", "{} > /dev/full", "{} >&-"])
+@pytest.mark.parametrize(
+    "shell", [pytest.param("PYTHONIOENCODING=latin-1 {}", marks=pytest.mark.nightly), "{} > /dev/full", "{} >&-"]
+)
 def test_a_stdout_that_takes_no_line_ends_no_training(shell):
     program = " ".join(map(shlex.quote, [sys.executable, "-c", SHOWING]))
     done = subprocess.run(["bash", "-c", shell.format(program)], capture_output=True)

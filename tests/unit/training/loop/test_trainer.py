@@ -94,7 +94,7 @@ def test_the_first_loss_is_the_mean_over_the_tokens_of_the_batch(plain):
     assert float(parts.total / parts.weight) == pytest.approx(plain[0][0], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_with_exact_numerics_a_packed_document_has_the_loss_that_it_has_alone():
     """The loss is that of one token, for sums have an order; the second step is of a gradient that rounds otherwise."""
     document, *others = np.random.default_rng(0).integers(0, 64, (3, 20)).astype(np.int32)

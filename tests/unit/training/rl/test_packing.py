@@ -185,7 +185,7 @@ EXPERTS = dataclasses.replace(runs.EXPERTS, experts=dataclasses.replace(runs.EXP
     ("mesh_shape", "shards", "model", "rows_at_a_time"),
     [
         ("auto", 4, tiny.CONFIG, -1),
-        pytest.param("1,2,2", 2, tiny.CONFIG, 2, marks=pytest.mark.slow),
+        pytest.param("1,2,2", 2, tiny.CONFIG, 2, marks=pytest.mark.nightly),
         pytest.param("pp=2,fsdp=-1", 4, tiny.CONFIG, -1, marks=pytest.mark.nightly),
         pytest.param("fsdp=-1,cp=2", 2, tiny.CONFIG, -1, marks=pytest.mark.nightly),
         pytest.param("auto", 4, EXPERTS, "auto", marks=pytest.mark.slow),

@@ -68,11 +68,8 @@ def test_a_rollout_is_sampled_once_for_all_of_its_updates(plain):
     assert len(rollouts.engine.compilations) == len(rollouts.engine.programs), "nothing was compiled twice"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "blocks", "loss"),
-    [pytest.param("auto", False, {}, marks=pytest.mark.nightly), ("2,1,2", True, runs.AHEAD)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("mesh", "blocks", "loss"), [("auto", False, {}), ("2,1,2", True, runs.AHEAD)])
 def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, loss, monkeypatch):
     """At a temperature, of a model whose vocabulary is padded: with all logits at once, or in blocks on two devices."""
     if blocks:
@@ -409,7 +406,7 @@ def test_a_checkpoint_of_another_number_of_updates_is_refused():
         rollouts.load_state({"updates": 4, "rollout": None})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_model_learns_what_is_rewarded():
     """From random weights, with a reward that says how many letters e an answer has."""
     tracker = runs.Recorder()

@@ -38,7 +38,7 @@ def test_it_is_kept_in_the_compute_type_and_a_copy_is_exact():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "lora"), [(1, None), (None, None), (1, LORA)])
+@pytest.mark.parametrize(("every", "lora"), [pytest.param(1, None, marks=pytest.mark.nightly), (None, None), (1, LORA)])
 def test_the_divergence_of_grpo_is_from_the_renewed_model(every, lora):
     """A model that is its own reference in every rollout has no divergence; from the first model it moves away."""
     renewal = every and ReferenceRenewal(every=every, mixup=1.0, dtype=jnp.dtype(jnp.float32))

@@ -67,7 +67,7 @@ def check(one, many):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_loss_and_gradient_are_those_of_one_device(packed):
     check(differentiate("1,1,1", 1, packed=packed), differentiate("cp=2,tp=2", 4, packed=packed))
 
@@ -85,7 +85,7 @@ def test_in_blocks_of_queries_and_with_all_scores(mesh, values):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_the_kernel_of_a_split_row(packed, monkeypatch):
     """As TPUs run it, but interpreted."""
     from lockstep.models import llama
