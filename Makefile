@@ -49,7 +49,7 @@ agent-demo: setup ## let a small model learn, from rewards alone, to call a calc
 test: setup-tests ## run the tests (ARGS='-k name' narrows them)
 	@$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)
 
-slow: setup-tests ## run the slow tests, the whole demo among them
+slow: setup-tests ## run the slow tests, a demo with a smaller model among them
 	@$(PYTHON) -m pytest -m "slow and not nightly and not optimized" -n $(SLOW_WORKERS) $(ARGS) || [ $$? = 5 ]
 	@$(AS_USERS_COMPILE) $(PYTHON) -m pytest -m "slow and not nightly and optimized" -n $(SLOW_WORKERS) $(ARGS) || [ $$? = 5 ]
 

@@ -234,11 +234,12 @@ def oracle():
     return found
 
 
-@pytest.mark.slow
-def test_the_first_step_is_the_same_on_every_mesh(oracle):
-    meshes = [SLICES]  # others: test_packed_rows, test_exact.py, and on four processes
-    results = run_processes(body_meshes, args=(meshes,), timeout_s=300)
-    check_meshes(results, oracle, meshes)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(SLICES, marks=pytest.mark.slow), pytest.param("1,2,2", marks=pytest.mark.nightly)], ids=str
+)
+def test_the_first_step_is_the_same_on_every_mesh(mesh, oracle):
+    results = run_processes(body_meshes, args=([mesh],), timeout_s=300)
+    check_meshes(results, oracle, [mesh])
 
 
 @pytest.mark.nightly
