@@ -37,7 +37,7 @@ def body_check(hosts):
     return {"gap": found.gap, "text": text, "eager": eager, "launches": launches}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: unit/models/test_check_reader.py
 def test_hosts_come_to_one_verdict():
     one, other = run_processes(body_check)
     assert one == other

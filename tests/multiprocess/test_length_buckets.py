@@ -84,6 +84,7 @@ def body(hosts, directory):
     }
 
 
+@pytest.mark.nightly  # in make slow: unit/training/data
 def test_one_program_for_each_length_and_the_losses_of_rows_of_one_length(tmp_path):
     write(Path(tmp_path / "x.jsonl"))
     found, other = run_processes(body, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300)

@@ -44,6 +44,7 @@ def stopped_jobs():
         return dict(zip(STOPS, jobs.map(job, STOPS), strict=True))
 
 
+@pytest.mark.nightly  # in make slow: the killed process below
 @pytest.mark.parametrize(("victim", "moment"), STOPS)
 def test_a_stopped_process_is_named_whenever_that_is(stopped_jobs, victim, moment):
     check_survivors(stopped_jobs[victim, moment], victim)

@@ -86,6 +86,7 @@ MORE = [(2, 1), (4, "all"), (1, "all"), (2, 0), (4, 3), (2, "all")]
 """Processes, and which of them is killed: all of two when all rows are there, while they are gathered and merged."""
 
 
+@pytest.mark.nightly  # in make slow: a run that is cut off in test_sample.py
 @pytest.mark.parametrize(
     ("mode", "kills"),
     [

@@ -161,7 +161,7 @@ def bucket():
         yield bucket
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the save below
 def test_sigterm_ends_a_run_that_waits_for_rows_and_a_restore_has_a_deadline(bucket, tmp_path):
     args = [str(tmp_path)]
     leader, other = run_processes(body_reads, devices=2, args=args, env=bucket.environment, timeout_s=300)

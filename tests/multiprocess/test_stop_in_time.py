@@ -11,7 +11,7 @@ import pytest
 from tests import fake_gcs, tiny
 from tests.multiprocess.harness import run_processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]  # in make slow: unit/training/loop/test_stopping.py
 
 STEPS = 5
 BYTES_PER_S, TOO_SHORT_S, LONG_S = 4e5, 0.2, 600.0

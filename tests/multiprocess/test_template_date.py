@@ -51,6 +51,7 @@ def body(hosts, directory):
     return codes, dates
 
 
+@pytest.mark.nightly  # in make slow: unit/text/test_template_date.py
 def test_the_date_of_the_first_start_is_that_of_every_start_on_every_host(tmp_path):
     shutil.copytree(tiny.TOKENIZER, tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)

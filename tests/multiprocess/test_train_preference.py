@@ -56,6 +56,7 @@ def metrics(path, prefix):
     }
 
 
+@pytest.mark.nightly  # in make slow: test_train_simpo.py
 def test_the_reference_is_the_first_model_on_every_host_and_after_a_resume(tmp_path):
     save_base(str(tmp_path / "base"))
     results = run_processes(body, processes=2, devices=2, args=(str(tmp_path),), timeout_s=400)

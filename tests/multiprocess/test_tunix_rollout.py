@@ -50,6 +50,7 @@ def answers(hosts):
     return [*found, errors]
 
 
+@pytest.mark.nightly  # in make slow: unit/tunix/test_rollout.py
 def test_every_process_has_the_answers_that_one_process_has():
     ((tokens, logprobs, _),) = run_processes(answers, timeout_s=600, processes=1, devices=4)
     one, other = run_processes(answers, timeout_s=600, processes=2, devices=2)

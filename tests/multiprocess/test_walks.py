@@ -202,6 +202,7 @@ NAMES = {
 """A model of a reader's own, and its row for each weight, as docs/your-trainer.md has them written."""
 
 
+@pytest.mark.nightly  # in make test: test_own_models.py
 def test_with_an_equinox_model_of_odd_names(walk):
     page = "docs/your-trainer.md"
     names, reader = snippets.named(f"{page}:python:2").text.split("\n\n\n")

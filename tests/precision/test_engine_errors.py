@@ -60,7 +60,7 @@ def assert_shown(name: str, result: AuditResult) -> None:
     assert result.logprob_gap_mean > 2 * result.logprob_noise_mean, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: test_bfloat16.py
 def test_an_error_in_weights_shows_and_rounding_does_not() -> None:
     engine = Engine(ENGINE, mesh_of("1,1,1"))
     right = audited(engine, model())

@@ -39,7 +39,7 @@ assert on_tpu.logprob_gap <= 2 * on_tpu.logprob_noise and on_tpu.logprob_gap_mea
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: tpu_compile/test_exact.py
 def test_in_float32_the_noise_of_rounded_products_is_measured() -> None:
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=os.environ, capture_output=True, text=True, timeout=300, check=False

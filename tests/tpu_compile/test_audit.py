@@ -62,7 +62,7 @@ def compiled(setting: str) -> tuple[dict[str, set[str]], list[int]]:
     return {name: set(each) for name, each in found["products"].items()}, found["cycles"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: test_exact.py
 def test_products_of_float32_are_of_bfloat16_unless_asked_for_more() -> None:
     products, (default, in_bfloat16, full) = compiled("")
     assert products == {"decode": {"default"}, "audit": {"default"}, "audit_float32": {"highest,highest"}}

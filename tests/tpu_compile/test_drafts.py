@@ -8,7 +8,7 @@ from tests.tpu_compile.test_programs import compiled
 pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: test_planner.py
 def test_a_plan_says_what_drafts_promise(tmp_path):
     arguments = ("--config_path", TINY, "--topology", "v6e-8", "--inference_eval.max_new_tokens", "32")
     code, text, found = plan(*arguments, "--inference_eval.drafts", "auto", cache=tmp_path)

@@ -67,7 +67,7 @@ def tiny(cache):
     return run.returncode, run.stdout + run.stderr, json.loads(out.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: unit/plan
 def test_the_run_is_told_with_what_it_is_expected_to_cost(tiny):
     _, text, found = tiny
     expected, run = found["train_step"]["expected"], found["run"]
@@ -383,7 +383,7 @@ def test_what_the_pages_show_of_the_plan_for_a_v5p_64_is_printed(name, cache):
     assert lacking(name, text) is None, text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: two slices below, and test_programs.py
 @pytest.mark.parametrize(
     ("name", "slice_"),
     [
@@ -405,7 +405,7 @@ def test_every_pod_configuration_fits_its_slice(name, slice_, cache):
     assert code == 0 and found["fits"], text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: two slices below
 def test_rows_split_over_devices(cache):
     """The kernel of a split row; keys and values are gathered, the states of a row never."""
     code, text, found = plan(

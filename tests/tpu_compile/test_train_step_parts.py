@@ -101,7 +101,7 @@ def test_the_loss_gathers_the_output_layer_and_scatters_its_gradient_once_per_mi
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * 2 * embed * vocab + 5 * most < logits * 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the loss below
 @pytest.mark.parametrize("axes", [("embed", "vocab"), pytest.param(("vocab", "embed"), marks=pytest.mark.nightly)])
 def test_the_gradient_of_the_output_layer_is_made_as_it_is_returned(axes):
     """On one v6e, whose product would make it transposed: nothing copies it whole, or block by block."""

@@ -125,7 +125,7 @@ class LaptopWithClone(Laptop):
         )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: unit/launch/test_google.py
 def test_the_page_is_typed(tmp_path):
     laptop, outputs, compared = LaptopWithClone(tmp_path), [], []
     for block in BLOCKS:

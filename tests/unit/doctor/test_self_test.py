@@ -141,7 +141,7 @@ def outcomes(monkeypatch, deadline_s=300.0):
     return {each.name.rpartition(": ")[2]: each for each in findings}, values
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the tests around it
 def test_it_passes_and_its_report_has_losses_and_memory(monkeypatch):
     calls = iter(range(100))
     monkeypatch.setattr("lockstep.doctor.self_test.raw_stats", lambda: [{"bytes_reserved": next(calls)}])

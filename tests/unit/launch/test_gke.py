@@ -82,7 +82,7 @@ def test_what_is_left_out_is_said(tmp_path, monkeypatch):
     assert "leaves out what looks like keys or passwords: code/.env." in plan("--sync", "code").with_files()[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the tests around it
 def test_the_wheel_of_this_checkout_has_room_to_grow(monkeypatch, tmp_path):
     """With the repository's own configurations and data it takes less than half of what there may be."""
     monkeypatch.chdir(ROOT)

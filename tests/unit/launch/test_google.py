@@ -178,7 +178,7 @@ def test_what_dry_run_prints_can_be_pasted(laptop):
     assert sorted(laptop.paste(printed).split("\n"))[1:] == ["hello from 0", "hello from 1"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the tests around it
 def test_a_port_of_worker_0_that_the_network_closes_is_found_before_the_start(laptop):
     run(laptop, "true", *TWO_HOSTS)
     with laptop.cloud.change() as state:
@@ -414,7 +414,7 @@ def test_a_preempted_training_run_has_the_losses_of_one_that_was_not(laptop):
 MIG_SLICE = ["--backend", "mig", "--tpu_name", "pod", "--zone", "us-east5-a", "--project", "p", "--poll_s", "0.05"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the slices above
 def test_two_slices_find_each_other_at_the_machine_that_google_counts_first(laptop):
     """The names of a group's machines say nothing about their numbers: each machine is asked for its own."""
     laptop.add_metadata_server()

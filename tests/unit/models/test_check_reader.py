@@ -455,6 +455,7 @@ MISREAD = {
 """What a reader can have wrong of a model, as changes of its configuration or of its weights."""
 
 
+@pytest.mark.nightly  # in make slow: an error in a model with experts
 @pytest.mark.parametrize(
     "name",
     [

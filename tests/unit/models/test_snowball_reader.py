@@ -107,7 +107,7 @@ WHOLE = dataclasses.replace(CONFIG, num_experts=4, shared_expert_intermediate_di
 nightly = pytest.mark.nightly
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: unit/models/test_levanter_reader.py
 @pytest.mark.parametrize(
     ("config", "sizes", "layout"),
     [

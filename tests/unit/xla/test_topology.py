@@ -48,7 +48,7 @@ def test_a_generation_without_a_compiler_is_refused_by_name(name):
         topology(name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: tests/tpu_compile
 def test_every_slice_is_known_to_the_compiler():
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra [plan]")
     environment = os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}

@@ -216,7 +216,7 @@ def drafts(draw: st.DrawFn, answer: tuple[int, ...]) -> tuple[int, ...]:
     return (*answer[:known], *rest)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: right and wrong drafts
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_draft_changes_a_token(data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ def test_layouts_have_the_same_128_answers_to_the_questions_of_the_demo(tensor: 
     assert len(alone) == 128 and split == alone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the test above
 def test_drafts_and_an_audit_find_the_same_bits() -> None:
     model = model_of("1,2,1", "bfloat16")
     plain = completed("1,2,1", model)
@@ -307,7 +307,7 @@ def test_no_product_of_16_bits_is_one_of_float32(family: str) -> None:
     assert seen > 50
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: multiprocess/test_exact.py
 def test_the_gradient_is_that_of_the_fast_forward_at_the_exact_numbers() -> None:
     """Which are known, so that a layer is computed once for its gradient, as rematerialisation does."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 12)), jnp.int32)

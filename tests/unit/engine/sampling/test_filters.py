@@ -182,7 +182,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, list[SamplingParams]]:
     return np.stack(rows), params
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: test_sampling.py
 @settings(max_examples=20)
 @given(cases())
 def test_what_is_kept_is_the_same_in_every_layout(case: tuple[np.ndarray, list[SamplingParams]]) -> None:

@@ -74,7 +74,7 @@ def test_rows_are_those_of_the_base_as_people_have_it(name, tmp_path):
         np.testing.assert_array_equal(read(tensor, 0, tensor.rows), whole, err_msg=str(tensor.names))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the tests around it
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("family", "modules", "dtype"),

@@ -242,7 +242,7 @@ save_hf(load_hf(source, make_mesh("1,1,1", jax.devices()[:1]), PARAMETER_AXES), 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_two_jobs_that_save_to_a_path_do_not_spoil_each_other(killed: bool, tmp_path: Path) -> None:
     path, go = tmp_path / "deeper" / "out", tmp_path / "go"
     arguments = [str(GOLDEN / "qwen2"), str(path), str(go)]

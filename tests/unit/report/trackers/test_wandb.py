@@ -350,7 +350,7 @@ tracker.finish()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the tests around it
 def test_a_key_that_the_server_refuses_leaves_an_offline_run_behind(tmp_path):
     """The run may have been online before."""
     (tmp_path / "run").mkdir()

@@ -188,7 +188,7 @@ EXPERTS = dataclasses.replace(runs.EXPERTS, experts=dataclasses.replace(runs.EXP
         pytest.param("1,2,2", 2, tiny.CONFIG, 2, marks=pytest.mark.nightly),
         pytest.param("pp=2,fsdp=-1", 4, tiny.CONFIG, -1, marks=pytest.mark.nightly),
         pytest.param("fsdp=-1,cp=2", 2, tiny.CONFIG, -1, marks=pytest.mark.nightly),
-        pytest.param("auto", 4, EXPERTS, "auto", marks=pytest.mark.slow),
+        pytest.param("auto", 4, EXPERTS, "auto", marks=pytest.mark.nightly),
     ],
 )
 def test_an_update_is_that_of_padded_rows(mesh_shape, shards, model, rows_at_a_time):

@@ -57,7 +57,7 @@ def live():
     return sorted((array.shape, str(array.dtype)) for array in live_arrays())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the command in multiprocess/test_train_grpo.py
 def test_a_rollout_is_sampled_once_for_all_of_its_updates(plain):
     trainer, rollouts, spy, tracker, *_ = plain
     assert sorted(spy.found) == [0, 1] and len(spy.losses) == 4

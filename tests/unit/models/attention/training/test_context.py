@@ -84,8 +84,8 @@ def test_in_blocks_of_queries_and_with_all_scores(mesh, values):
     check(differentiate("1,1,1", 1, **values), differentiate(mesh, 4, **values))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # in make slow: the tests around it
+@pytest.mark.parametrize("packed", [True, False])
 def test_the_kernel_of_a_split_row(packed, monkeypatch):
     """As TPUs run it, but interpreted."""
     from lockstep.models import llama
