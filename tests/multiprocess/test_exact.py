@@ -26,13 +26,13 @@ CASES = [
 EXACTLY = ("logprob_gap", "ratio_gap")
 
 
-def body_bits(hosts, family, dtype, mesh, engine, trained):
-    """The bits of the engine, without a layout on one device; with ``trained`` those of the trainer too."""
+def body_bits(hosts, family, dtype, mesh, engine):
+    """The bits of engine and trainer; on one device without a layout."""
     if hosts.count == 1:
         mesh, engine = "1,1,1", {}
     model = model_of(mesh, dtype, dataclasses.replace(FAMILIES[family], numerics="exact", num_heads=8))
     answers = completed(mesh, model, hosts=hosts, **engine)
-    return [bits_of(answers), *([trainer_bits(mesh, model, answers)] if trained else [])]
+    return bits_of(answers), trainer_bits(mesh, model, answers)
 
 
 def body_grpo(hosts, mesh, steps):
@@ -58,21 +58,14 @@ def body_grpo(hosts, mesh, steps):
     }
 
 
-@pytest.mark.parametrize(
-    ("processes", "family", "dtype", "mesh", "engine", "trained"),
-    [
-        pytest.param(*CASES[0], False, marks=pytest.mark.slow),  # the trainer: in the updates below
-        *(pytest.param(*case, True, marks=pytest.mark.nightly) for case in CASES),
-    ],
-)
-def test_processes_have_the_bits_of_one_and_of_the_trainer(processes, family, dtype, mesh, engine, trained):
+@pytest.mark.nightly  # in make slow: engine and trainer in the updates below
+@pytest.mark.parametrize(("processes", "family", "dtype", "mesh", "engine"), CASES)
+def test_processes_have_the_bits_of_one_and_of_the_trainer(processes, family, dtype, mesh, engine):
     """As users compile: with the flags of `make test` one number of the trainer's had another last bit."""
     args = (family, dtype, mesh, engine)
-    ((wanted,),) = run_processes(body_bits, processes=1, devices=1, args=(*args, False), env=OPTIMISED, timeout_s=400)
-    results = run_processes(
-        body_bits, processes=processes, devices=2, args=(*args, trained), env=OPTIMISED, timeout_s=800
-    )
-    assert results == [[wanted] * (1 + trained)] * processes
+    ((wanted, _),) = run_processes(body_bits, processes=1, devices=1, args=args, env=OPTIMISED, timeout_s=400)
+    results = run_processes(body_bits, processes=processes, devices=2, args=args, env=OPTIMISED, timeout_s=800)
+    assert results == [[wanted, wanted]] * processes
 
 
 @pytest.mark.parametrize(

@@ -372,14 +372,14 @@ def alone(request, tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: samples beside evaluation, and unit/levanter
 def test_schedule_events_and_the_averaged_model(alone):
     assert alone["rounds"] == {"True": [2, 4, 5], "False": [2, 4]}
     assert alone["events"] == [2, 2]
     assert alone["same"][0] and not alone["same"][1]  # the averaged model speaks, and the trained one says otherwise
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_unsupported_model_is_refused_by_name_at_once(alone):
     found = alone["refused"]
     assert [steps for steps, _ in found] == [[], [1], []]

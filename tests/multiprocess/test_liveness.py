@@ -102,7 +102,8 @@ def machines():
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="makes network namespaces: root, iproute2")
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # in make slow: the killed process
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_machine_without_power_is_named_within_a_minute(machines, victim, tmp_path):
     names, power_off = machines
     options = launch.parse(["--devices_per_process", "1", "--processes", "3", "--", "python"])

@@ -155,7 +155,7 @@ def test_requests_that_differ_are_found_by_the_engine(results):
             ["--model", "null", "--initialize_from_hf", "tests/golden/llama3"],
             {},
             ["tokenizer and model vocabulary do not match", "largest token id", "Use the tokenizer"],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=["unknown key", "one process fewer", "one process more", "tokenizer of another model"],

@@ -324,7 +324,7 @@ except VmemError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kernel_beyond_the_vector_memory_is_told_as_such():
     """The failure that cost earlier attempts days: blocks of 32 pages and 8 queries, no limit."""
     run = process(VMEM)

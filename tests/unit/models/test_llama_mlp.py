@@ -74,18 +74,10 @@ def reference(microbatches: int, config: Qwen3MoeConfig = CONFIG) -> tuple[Any, 
         return stepped("1,1,1", microbatches, config)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: gradients in families/test_families.py
 @pytest.mark.parametrize(
     ("shape", "microbatches"),
-    [
-        ("1,2,2", 2),
-        pytest.param("1,2,2", 1, marks=pytest.mark.nightly),
-        pytest.param("1,1,1", 2, marks=pytest.mark.nightly),
-        *(
-            pytest.param(*each, marks=pytest.mark.nightly)
-            for each in (("1,1,1", 1), ("1,2,1", 1), ("1,1,2", 1), ("1,2,1", 2))
-        ),
-    ],
+    [("1,2,2", 2), ("1,2,2", 1), ("1,1,1", 2), ("1,1,1", 1), ("1,2,1", 1), ("1,1,2", 1), ("1,2,1", 2)],
 )
 def test_a_step_is_that_of_all_experts_computed(shape: str, microbatches: int) -> None:
     # Several devices put other rows into a microbatch than one does, and each microbatch has a balance of its own.

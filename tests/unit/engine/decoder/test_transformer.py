@@ -162,14 +162,10 @@ def test_xielu_is_the_formula_of_the_paper() -> None:
     np.testing.assert_allclose(xielu(x, p, n, beta, eps), want, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the parts of experts
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [
-        pytest.param("qwen2", "1,4,1", marks=pytest.mark.nightly),
-        ("sinks", "1,4,1"),
-        *(pytest.param(family, "1,2,2", marks=pytest.mark.nightly) for family in ("llama", "gemma", "olmo")),
-    ],
+    [("qwen2", "1,4,1"), ("sinks", "1,4,1"), *((family, "1,2,2") for family in ("llama", "gemma", "olmo"))],
 )
 def test_more_devices_than_kv_heads(family: str, mesh: str) -> None:
     """Each of the two kv heads lies on two devices, which share its query heads."""

@@ -84,15 +84,15 @@ def test_the_engine_and_the_trainer_have_the_same_probabilities(mesh, blocks, lo
         np.testing.assert_allclose(columns["old_logprobs"], columns["rollout_logprobs"], atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: multiprocess/test_exact.py
 @pytest.mark.parametrize(
     ("mesh", "model", "rollout", "lora"),
     [
         ("2,1,2", tiny.CONFIG, {}, None),
-        pytest.param("1,2,2", runs.EXPERTS, {}, None, marks=pytest.mark.nightly),
-        pytest.param("2,2,1", runs.EXPERTS, {"replay_routing": True}, None, marks=pytest.mark.nightly),
-        pytest.param("2,1,2", tiny.CONFIG, {}, LORA, marks=pytest.mark.nightly),
-        pytest.param("1,4,1", tiny.CONFIG, {}, LORA, marks=pytest.mark.nightly),
+        ("1,2,2", runs.EXPERTS, {}, None),
+        ("2,2,1", runs.EXPERTS, {"replay_routing": True}, None),
+        ("2,1,2", tiny.CONFIG, {}, LORA),
+        ("1,4,1", tiny.CONFIG, {}, LORA),
     ],
 )
 def test_exact_numerics_leave_no_bit_between_engine_and_trainer(mesh, model, rollout, lora):
