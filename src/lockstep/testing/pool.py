@@ -196,6 +196,7 @@ def run_command(
     `lockstep.start`, or by the variables ``LOCKSTEP_COORDINATOR_ADDRESS``, ``LOCKSTEP_NUM_PROCESSES`` and
     ``LOCKSTEP_PROCESS_ID``.
     """
+    limit_s = timeout_s * POOL.settings.patience
     with tempfile.TemporaryDirectory(prefix="lockstep-logs-") as directory:
         process = subprocess.Popen(
             [*launch_command(processes, devices, Path(directory)), *command],
@@ -207,7 +208,7 @@ def run_command(
             errors="replace",
         )
         try:
-            output, _ = process.communicate(timeout=timeout_s * POOL.settings.patience)
+            output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
             try:
@@ -215,8 +216,7 @@ def run_command(
             except subprocess.TimeoutExpired:
                 process.kill()  # the kernel then kills the workers: launch.die_with_parent
                 output, _ = process.communicate()
-            limit = f"{timeout_s * POOL.settings.patience:g} s"
-            raise AssertionError(f"{' '.join(command)} did not end within {limit}\n{output}") from None
+            raise AssertionError(f"{' '.join(command)} did not end within {limit_s:g} s\n{output}") from None
         finally:
             process.kill()
         files = [Path(directory) / f"process-{i}.log" for i in range(processes)]
@@ -238,6 +238,7 @@ def run_unattended(
     command: Sequence[str], *, processes: int = 2, devices: int = 1, timeout_s: float = 120.0
 ) -> list[End]:
     """Run a command in processes that no launcher ends when one of them dies, and return how each ended by itself."""
+    limit_s = timeout_s * POOL.settings.patience
     options = launch.parse(["--devices_per_process", str(devices), "--processes", str(processes), "--", *command])
     address = f"127.0.0.1:{launch.free_port()}"
     with tempfile.TemporaryDirectory(prefix="lockstep-logs-") as directory:
@@ -254,7 +255,7 @@ def run_unattended(
                 )
         ends: dict[int, float] = {}
         try:
-            deadline = time.monotonic() + timeout_s * POOL.settings.patience
+            deadline = time.monotonic() + limit_s
             while len(ends) < processes and time.monotonic() < deadline:
                 for index, process in enumerate(running):
                     if index not in ends and process.poll() is not None:
@@ -268,7 +269,7 @@ def run_unattended(
         if len(ends) < processes:
             text = "\n".join(f"---- process {index}\n{log}" for index, log in enumerate(logs))
             left = [index for index in range(processes) if index not in ends]
-            raise AssertionError(f"{' '.join(command)}: processes {left} did not end within {timeout_s:g} s\n{text}")
+            raise AssertionError(f"{' '.join(command)}: processes {left} did not end within {limit_s:g} s\n{text}")
         first = min(ends.values())
         return [End(process.returncode, ends[i] - first, ends[i], logs[i]) for i, process in enumerate(running)]
 
