@@ -72,13 +72,9 @@ def body_train(hosts: Any, values: dict[str, Any], failures: dict[int, str] | No
     }
 
 
+@pytest.mark.nightly  # in make slow: two hosts below, and the environments in unit/training/rl
 @pytest.mark.parametrize(
-    "values",
-    [
-        of_verifiers(LETTERS, "verifiers", pytest.mark.nightly),
-        of_openenv(pytest.mark.nightly),
-        of_verifiers(SUMS, "verifiers-tools"),
-    ],
+    "values", [of_verifiers(LETTERS, "verifiers"), of_openenv(), of_verifiers(SUMS, "verifiers-tools")]
 )
 def test_conversations_on_two_hosts_are_those_on_one(values):
     own = "the packages set up logging and threads of their own"
