@@ -154,7 +154,7 @@ def test_processes_read_every_byte_once_between_them(processes: int, mesh_shape:
     ("processes", "mesh_shape", "readers"),
     [
         (2, "auto", 1),
-        pytest.param(4, "1,-1,2", 2, marks=pytest.mark.slow),
+        pytest.param(4, "1,-1,2", 2, marks=pytest.mark.nightly),
         pytest.param(4, "host_local", 2, marks=pytest.mark.nightly),
     ],
 )

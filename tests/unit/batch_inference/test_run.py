@@ -97,7 +97,7 @@ def test_without_gathering_the_figures_remain_and_the_log_says_what_to_set(
     assert "no merged file and no table of samples" in warning and "Set enable_host_rows_gather: true" in warning
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: unit/training/rl/test_rollouts.py
 def test_drafts_leave_the_rows_as_they_are_and_say_what_they_saved(checkpoint, prompts, tmp_path, sample, monkeypatch):
     monkeypatch.setattr(Estimate, "verify_cost", lambda self, width: 1.0)
     values = {"hf_checkpoint": str(checkpoint), "prompts": prompts, **FIELDS, "max_new_tokens": 24, "n_rounds": 2}

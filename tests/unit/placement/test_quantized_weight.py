@@ -156,7 +156,8 @@ def test_values_and_scales_are_the_same_on_any_mesh(
         pytest.param(
             "experts", "1,2,2", {"tensor": 2}, "int8", {"page_size": 8}, marks=pytest.mark.nightly
         ),  # whole experts
-        ("experts", "1,4,1", "training", "fp8", {"max_seqs": 3}),  # gathered at each step
+        # Gathered at each step.
+        pytest.param("experts", "1,4,1", "training", "fp8", {"max_seqs": 3}, marks=pytest.mark.nightly),
         pytest.param("apertus", "2,2,1", {"tensor": 1}, "int8", {"max_steps_per_launch": 5}, marks=pytest.mark.nightly),
     ],
 )
