@@ -57,7 +57,7 @@ def body(hosts):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: unit/engine/decoder/test_decode.py
 def test_two_processes():
     one, other = run_processes(body, processes=2, timeout_s=240)
     assert one == other

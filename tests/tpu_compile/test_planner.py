@@ -83,7 +83,7 @@ def test_the_run_is_told_with_what_it_is_expected_to_cost(tiny):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: two slices below
 def test_what_fits_is_told_in_full(tiny):
     code, text, found = tiny
     assert code == 0, text

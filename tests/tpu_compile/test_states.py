@@ -29,7 +29,7 @@ CONFIG = Qwen3NextConfig(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: unit/engine/decoder/test_states.py
 @pytest.mark.parametrize("slice_", ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.nightly)])
 def test_states_are_written_in_place(slice_):
     mesh = make_mesh("auto", list(topology(slice_).devices))

@@ -59,7 +59,7 @@ def test_a_prompt_that_cannot_be_read_ends_the_job_on_every_host():
     run_threads(body_refused, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the tests around it
 def test_ten_thousand_prompts_take_little_memory():
     prompts = 10_000
 

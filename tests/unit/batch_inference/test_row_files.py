@@ -171,7 +171,7 @@ def bucket(monkeypatch, checkpoint):
         yield bucket
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: multiprocess/test_sample_load.py
 def test_a_whole_run_from_a_bucket_into_a_bucket(bucket, checkpoint, tmp_path, sample):
     values = {
         "hf_checkpoint": "gs://bucket/models/tiny",

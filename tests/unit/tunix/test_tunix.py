@@ -86,14 +86,14 @@ def learn(directory, *, apart=False, offload=False, lora=False, iterations=2):
     return Learned(outputs, gaps, cluster)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: test_rollout.py
 @pytest.mark.parametrize(
     "values",
     [
         pytest.param({}, id="one mesh"),
-        pytest.param({"apart": True}, id="two meshes", marks=pytest.mark.nightly),
-        pytest.param({"apart": True, "lora": True}, id="adapters on two meshes", marks=pytest.mark.nightly),
-        pytest.param({"offload": True, "lora": True}, id="offloaded adapters", marks=pytest.mark.nightly),
+        pytest.param({"apart": True}, id="two meshes"),
+        pytest.param({"apart": True, "lora": True}, id="adapters on two meshes"),
+        pytest.param({"offload": True, "lora": True}, id="offloaded adapters"),
     ],
 )
 def test_rollouts_are_the_actors_and_rounds_are_exact(tmp_path, values):

@@ -53,7 +53,7 @@ def run_cases(examples: int, *drawn: Any) -> None:
     assert ties <= tokens / TOKENS_PER_TIE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # in make slow: the random engines
 def test_tokens_depend_on_the_request_alone() -> None:
     run_cases(8, st.sampled_from(QUICK), orders)
 

@@ -83,9 +83,7 @@ def test_the_engine_writes_what_transformers_writes(family: str, shape: str, lay
     assert np.abs(logprobs.max(-1) - [answer.logprobs for answer in answers]).max() < 5e-5
 
 
-@pytest.mark.parametrize(
-    "family", [some_fast(name, "cohere2", (*UNLIKE, "gemma2", "glm4", "phi3")) for name in (*FAMILIES, *LLAMAS)]
-)
+@pytest.mark.parametrize("family", [some_fast(name, "cohere2", (*UNLIKE, "gemma2")) for name in (*FAMILIES, *LLAMAS)])
 def test_logits_are_those_of_transformers_and_gradients_of_the_oracle(family: str, tmp_path: Path) -> None:
     """Along a random direction of each kind of tensor, by a central difference in float64."""
     golden, rng = np.load(GOLDEN / family / "golden.npz"), np.random.default_rng(0)
