@@ -45,7 +45,7 @@ def body(hosts, cases):
     ]
 
 
-@pytest.mark.parametrize(  # in make slow: test_same_tokens.py, and the random engines below
+@pytest.mark.parametrize(  # in make slow: test_same_tokens.py
     ("processes", "devices", "count"),
     [pytest.param(*each, 12, marks=pytest.mark.nightly) for each in ((2, 2), (4, 1))],
 )

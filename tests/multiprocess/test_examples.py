@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiprocess
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.nightly  # in make slow: the loop of README.md in test_walks.py
+@pytest.mark.nightly  # in make test: test_own_models.py
 def test_a_loop_of_ones_own_samples_on_two_hosts(tmp_path):
     arguments = ["--steps", "4", "--eval_every", "2", "--output_dir", str(tmp_path)]
     run = run_command(["python", "examples/own_loop.py", *arguments], cwd=ROOT, timeout_s=180)
@@ -100,7 +100,7 @@ def test_levanter_on_a_pod_reads_only_the_bucket_and_what_is_synced(checkpoint, 
     assert len(table["data"]) == 3
 
 
-@pytest.mark.nightly  # in make slow: the model of test_walks.py
+@pytest.mark.nightly  # in make test: test_own_models.py
 @pytest.mark.parametrize("name", ["dict_loop", "nnx_loop"])
 def test_models_of_ones_own_are_read_on_two_hosts(name, tmp_path):
     arguments = ["--steps", "4", "--eval_every", "2", "--output_dir", str(tmp_path)]
@@ -111,7 +111,7 @@ def test_models_of_ones_own_are_read_on_two_hosts(name, tmp_path):
     assert "skipped on every host" not in run.logs[0] and "failed on the leader" not in run.logs[0]
 
 
-@pytest.mark.nightly  # in make slow: test_tunix_rollout.py
+@pytest.mark.nightly  # in make slow: unit/tunix/test_rollout.py
 def test_tunix_sft_samples_on_two_hosts(tmp_path):
     arguments = ["--steps", "4", "--eval_every", "3", "--output_dir", str(tmp_path)]
     run = run_command(["python", "examples/tunix_sft.py", *arguments], cwd=ROOT, timeout_s=240)

@@ -372,7 +372,7 @@ def alone(request, tmp_path_factory):
     return found
 
 
-@pytest.mark.nightly  # in make slow: samples beside evaluation, and unit/levanter
+@pytest.mark.nightly  # in make slow: samples beside evaluation, and unit/test_levanter.py
 def test_schedule_events_and_the_averaged_model(alone):
     assert alone["rounds"] == {"True": [2, 4, 5], "False": [2, 4]}
     assert alone["events"] == [2, 2]

@@ -295,7 +295,7 @@ def test_a_run_that_ends_within_a_rollout_goes_on_bit_for_bit(tmp_path, unbroken
     assert killed == {step: unbroken[step] for step in "45678"}
 
 
-@pytest.mark.nightly  # in make slow: a kill in a conversation, test_conversations.py
+@pytest.mark.nightly  # in make slow: a run that ends within a rollout, and test_killed.py
 @pytest.mark.parametrize("victims", [[1], [0], [0, 1]])
 def test_a_process_killed_within_a_rollout_goes_on_bit_for_bit(tmp_path, victims, unbroken):
     where = tmp_path / "killed"
@@ -406,7 +406,7 @@ def check_the_evaluation_on_gsm8k(directory, checkpoint):
     assert all("write the final answer on the last line" in row["prompt"] for row in rows)
 
 
-@pytest.mark.nightly  # in make slow: tests/unit/training/rl/test_rollouts.py, and experts in test_lora.py
+@pytest.mark.nightly  # in make slow: tests/unit/training/rl/test_rollouts.py
 def test_experts_agree_and_are_replayed_on_two_processes():
     (losses, gaps), (others, _) = run_processes(body_experts, timeout_s=200)
     assert losses == others and gaps == [0.0, 0.0]

@@ -112,7 +112,7 @@ def middle_body(hosts, directory, further):
     return found | {"again": run("again")}
 
 
-@pytest.mark.nightly  # in make slow: the reference of pairs, above
+@pytest.mark.nightly  # in make slow: test_train_simpo.py
 def test_kto_has_one_reference_point_on_every_host_and_goes_on_bit_for_bit(tmp_path):
     """The first model is its own reference: every loss is a half, and from then on the two kinds part."""
     lines = Path("data/preferences/as_asked.jsonl").read_text(encoding="utf-8").splitlines()[:60]
