@@ -45,12 +45,10 @@ def body(hosts, cases):
     ]
 
 
-@pytest.mark.parametrize(  # in make slow: test_same_tokens.py
-    ("processes", "devices", "count"),
-    [pytest.param(*each, 12, marks=pytest.mark.nightly) for each in ((2, 2), (4, 1))],
-)
-def test_tokens_depend_on_the_request_alone_on_several_processes(processes, devices, count):
-    cases = draw(count, processes)
+@pytest.mark.nightly  # in make slow: test_same_tokens.py
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_tokens_depend_on_the_request_alone_on_several_processes(processes, devices):
+    cases = draw(12, processes)
     results = run_processes(
         body,
         processes=processes,

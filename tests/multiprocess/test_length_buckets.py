@@ -87,13 +87,13 @@ def body(hosts, directory):
 @pytest.mark.nightly  # in make slow: unit/training/data
 def test_one_program_for_each_length_and_the_losses_of_rows_of_one_length(tmp_path):
     write(Path(tmp_path / "x.jsonl"))
-    found, other = run_processes(body, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300)
-    assert found == other
-    assert found["lengths"].count(found["lengths"][0]) < STEPS, "the batches have several lengths"
-    assert sorted(set(found["lengths"])) == found["compiled"] == [16, 20]
+    leader, other = run_processes(body, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300)
+    assert leader == other
+    assert leader["lengths"].count(leader["lengths"][0]) < STEPS, "the batches have several lengths"
+    assert sorted(set(leader["lengths"])) == leader["compiled"] == [16, 20]
     losses, traces = {}, {}
     for name in ("whole", "before", "after", "padded"):
-        losses[name], traces[name] = dict(found[name][0]), found[name][1]
+        losses[name], traces[name] = dict(leader[name][0]), leader[name][1]
     assert traces == {"whole": 2, "before": 2, "after": 2, "padded": 1}
     assert len(losses["whole"]) == STEPS and 3 <= len(losses["before"]) < STEPS
     assert losses["before"] | losses["after"] == losses["whole"]

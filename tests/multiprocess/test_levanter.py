@@ -135,8 +135,8 @@ def reference_texts(model, sampling):
     [
         "fsdp",
         *(
-            pytest.param(each, marks=pytest.mark.nightly)
-            for each in ("qwen3_moe", "tensor", "mixtral", "snowball", "snowball, split")
+            pytest.param(run, marks=pytest.mark.nightly)
+            for run in ("qwen3_moe", "tensor", "mixtral", "snowball", "snowball, split")
         ),
     ],
 )
@@ -368,8 +368,8 @@ def body_one(hosts, directory, run):
 @pytest.fixture(scope="module", params=["fsdp", pytest.param("snowball", marks=pytest.mark.nightly)])
 def alone(request, tmp_path_factory):
     args = (str(tmp_path_factory.mktemp("alone")), request.param)
-    (found,) = run_processes(body_one, processes=1, devices=2, args=args, timeout_s=600, own=SETS)
-    return found
+    (results,) = run_processes(body_one, processes=1, devices=2, args=args, timeout_s=600, own=SETS)
+    return results
 
 
 @pytest.mark.nightly  # in make slow: samples beside evaluation, and unit/test_levanter.py
@@ -381,8 +381,8 @@ def test_schedule_events_and_the_averaged_model(alone):
 
 @pytest.mark.nightly
 def test_an_unsupported_model_is_refused_by_name_at_once(alone):
-    found = alone["refused"]
-    assert [steps for steps, _ in found] == [[], [1], []]
-    for _, text in found[:2]:
+    refusals = alone["refused"]
+    assert [steps for steps, _ in refusals] == [[], [1], []]
+    for _, text in refusals[:2]:
         assert "Gpt2LMHeadModel cannot be read; supported are Apertus" in text
-    assert "at_start is true" in found[2][1]
+    assert "at_start is true" in refusals[2][1]

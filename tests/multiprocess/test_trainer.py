@@ -69,9 +69,9 @@ def test_losses_do_not_depend_on_processes_mesh_or_accumulation():
         (2, "host_local", {"per_device_parallelism": 2}),
         (4, "fsdp=2,cp=2,tp=2", {"per_device_parallelism": 1}),
     ]:
-        found = run_processes(body_losses, devices=devices, args=(mesh_shape, values), timeout_s=300)
-        assert all(losses == found[0] for losses in found), "hosts read different losses"
-        np.testing.assert_allclose(found[0], oracle, rtol=1e-5)
+        by_process = run_processes(body_losses, devices=devices, args=(mesh_shape, values), timeout_s=300)
+        assert all(losses == by_process[0] for losses in by_process), "hosts read different losses"
+        np.testing.assert_allclose(by_process[0], oracle, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -258,8 +258,8 @@ def test_all_of_it_at_once_within_the_time(monkeypatch, tmp_path):
         written=("gs://bucket/out", str(tmp_path)), read=("gs://bucket/in",), tokenizer="data/demo/tokenizer"
     )
     check_tokenizer(needs.tokenizer)  # what it imports takes a slow machine longer than it waits
-    found = wait_for_all(begin_checks(needs), 6.0)
-    assert {each.name: each.outcome for each in found} == {
+    findings = wait_for_all(begin_checks(needs), 6.0)
+    assert {finding.name: finding.outcome for finding in findings} == {
         "bucket gs://bucket/out": "fix",
         f"bucket {tmp_path}": "ok",
         "data gs://bucket/in": "fix",
