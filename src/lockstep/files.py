@@ -15,17 +15,34 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what writes meet: they name no file
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def advice_of(error: BaseException) -> str:
+    """The change that mends a full disk or a place that may not be used, whose error needs no stack; else empty.
+
+    TensorStore and others raise an error of their own with the system's words.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _FULL or os.strerror(errno.ENOSPC) in str(error):
+        return "Free space there, or choose another place."
+    if isinstance(error, OSError) and number in _FORBIDDEN and error.filename is not None:
+        return "Choose a place that this user may read and write."
+    return ""
 
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], mode: int = 0o666, fsync: bool = False) -> Iterator[BinaryIO]:
     """A context in which a file is written beside its place; it takes its place when the context ends without error.
 
-    What was in the place, a link too, is replaced.
+    A file in the place, or a link to one, is replaced.
 
     Args:
         mode: The permissions, of which the umask takes some away.
         fsync: Whether the disk has the file before it takes its place.
+
+    Raises:
+        OSError: It cannot be written; a directory, pipe or device, or a link to the latter two, is not replaced.
     """
     place, draft = _places(path)
     try:
@@ -60,6 +77,9 @@ def _places(path: str | os.PathLike[str]) -> tuple[str, str]:
     place = os.path.abspath(os.fspath(path))
     if os.path.isdir(place) and not os.path.islink(place):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), place)
+    special = os.path.exists(place) and not (os.path.isfile(place) or os.path.isdir(place))
+    if special or os.path.dirname(place) == "/dev":  # root would replace the machine's /dev/null, or /dev/stdout
+        raise _refused(place)
     directory, name = os.path.split(place)
     return place, os.path.join(directory, f"{name[:100]}.{secrets.token_hex(8)}.tmp")
 
@@ -101,5 +121,5 @@ def _opened(path: str | os.PathLike[str], flags: int, mode: int) -> int:
 
 
 def _refused(path: str | os.PathLike[str]) -> OSError:
-    text = "it is a link, a pipe or a device, and only regular files are written; remove it, or choose another place"
+    text = "it is a link, a pipe or a device, and only regular files are written; choose another place"
     return OSError(errno.ELOOP, text, os.fspath(path))

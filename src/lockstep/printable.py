@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TextIO
 
+from lockstep.files import advice_of
 from lockstep.redact import Redactor
 
 ERROR_CHARACTERS: Final = 2000  # the longest text of an error that is stored, or travels to other processes
@@ -106,13 +107,16 @@ def without_secrets(text: str) -> str:
     return without_credentials(Redactor(secrets).text(text) if secrets else text)
 
 
+_SOURCES: Final = re.compile(r" *\[source locations='[^']*'\]")  # the lines of TensorStore's code
+
+
 def error_text(error: BaseException, length: int = ERROR_CHARACTERS) -> str:
     """The class and the text of an error, `without_secrets`, cut after that: half of a secret would stay.
 
     Args:
         length: Its characters at most.
     """
-    text = without_secrets(f"{type(error).__name__}: {error}")
+    text = without_secrets(f"{type(error).__name__}: {_SOURCES.sub('', str(error))}")
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
@@ -199,7 +203,9 @@ def _is_path(value: str) -> bool:
 def _hide_in_record(record: logging.LogRecord) -> bool:
     record.msg, record.args = printable(without_secrets(record.getMessage())), None
     if record.exc_info and record.exc_info[1] is not None:
-        record.exc_text = error_stack(record.exc_info[1]).rstrip("\n")  # handlers take this where it is set
+        error = record.exc_info[1]
+        text = error_text(error) if advice_of(error) else error_stack(error)
+        record.exc_text = printable(text).rstrip("\n")  # handlers take this where it is set
     return True
 
 

@@ -717,7 +717,19 @@ def test_ten_thousand_rows_open_in_under_two_seconds_and_scroll(page_of):
 def test_a_run_of_rewards_has_the_reward_of_all_answers_first_and_names_best_and_worst(page_of):
     samples = [row(step, 0, f"sample {step}", gsm8k=step / 10) for step in (0, 5, 10)]
     rollouts = [
-        row(step, 0, text, f"question {step}", generation, rank=rank, reward=reward, gsm8k=reward, num_tokens=99)
+        row(
+            step,
+            0,
+            text,
+            f"question {step}",
+            generation,
+            rank=rank,
+            reward=reward,
+            gsm8k=reward,
+            num_tokens=99,
+            verdict="close",
+            why="because " * 9,
+        )
         for step in (1, 6)
         for generation, (rank, text, reward) in enumerate((("best", "good", 1.0), ("worst", "bad", 0.0)))
     ]
@@ -735,3 +747,12 @@ def test_a_run_of_rewards_has_the_reward_of_all_answers_first_and_names_best_and
     body = page.locator("body").inner_text()
     assert "Sample 0, best of the rollout" in body and "Sample 1, worst of the rollout" in body
     assert "question 6" in body and "prompt 0" in body, "both kinds are in one page"
+    figures = page.locator(".figures").first.inner_text().split("\n")
+    assert "rank" not in figures, "the title says it"
+    lines = {
+        name: page.locator(f".figures > div:has(dt:text-is('{name}'))").first.bounding_box()["height"]
+        for name in ("finish", "verdict", "why")
+    }
+    assert lines["verdict"] == lines["finish"] and lines["why"] > 1.5 * lines["finish"], (
+        "a word is on the line of its name"
+    )

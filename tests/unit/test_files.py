@@ -2,14 +2,16 @@
 
 import ast
 import contextlib
+import errno
 import json
 import os
 import re
+from unittest import mock
 
 import pytest
 
 from lockstep.batch_inference.row_files import MANIFEST, write_manifest
-from lockstep.files import in_place, new_file, private, write_file
+from lockstep.files import advice_of, check_file, in_place, new_file, private, write_file
 from lockstep.launch.backend import Console
 from lockstep.launch.started_job import keep
 from lockstep.placement.device.calibration import save_calibration
@@ -53,6 +55,35 @@ def test_what_fails_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "before"
 
 
+@pytest.mark.parametrize("place", ["pipe", "link to a pipe", "/dev/null", "/dev/stdout", "/dev/report.html"])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path, place):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link to a pipe").symlink_to(tmp_path / "pipe")
+    for write in (check_file, lambda path: write_file(path, "")):
+        with (
+            mock.patch("os.replace", side_effect=AssertionError),  # root could
+            pytest.raises(OSError, match="only regular files are written; choose another place"),
+        ):
+            write(tmp_path / place)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (OSError(errno.ENOSPC, "full"), "Free space there"),
+        (OSError(errno.EDQUOT, "full", "a"), "Free space there"),
+        (ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']"), "Free space"),
+        (PermissionError(errno.EACCES, "no", "a"), "Choose a place that this user"),
+        (PermissionError(errno.EACCES, "a port"), ""),
+        (FileNotFoundError(errno.ENOENT, "a bug of ours", "a"), ""),
+        (KeyError("a"), ""),
+    ],
+)
+def test_a_full_disk_and_a_forbidden_place_have_advice(error, advice):
+    assert advice_of(error).startswith(advice) and bool(advice_of(error)) == bool(advice)
+
+
 def test_permissions_are_those_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
@@ -73,7 +104,7 @@ def test_a_file_in_its_place_is_no_link_and_no_pipe(tmp_path, victim, opener, mo
     dangling.symlink_to(tmp_path / "elsewhere" / "new")
     os.mkfifo(pipe)
     for place in (link, dangling, pipe):
-        with pytest.raises(OSError, match="only regular files are written; remove it|File exists"):
+        with pytest.raises(OSError, match="only regular files are written; choose|File exists"):
             open(place, mode, opener=opener)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     with contextlib.closing(os.fdopen(reader)), pytest.raises(OSError, match="regular files|File exists"):

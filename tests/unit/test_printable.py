@@ -1,8 +1,10 @@
 """What of a text that others wrote reaches a terminal, and what is hidden of names and URLs."""
 
 import ast
+import errno
 import io
 import logging
+import os
 import re
 import shlex
 import subprocess
@@ -146,6 +148,20 @@ def test_no_log_line_has_them_nor_the_stack_of_an_error(logged, monkeypatch):
     assert "hush" not in text and SECRET not in text and "\x1b" not in text
     assert text.startswith("gs://b/<redacted> at https://h/b?… \\x1b[2J\n")
     assert text.count("OSError: https://h/a?…\n") == 2 and text.count("ValueError: s3://b <redacted>\\x1b[2J\n") == 2
+
+
+def test_a_full_disk_is_one_line_of_the_log(logged):
+    logger, stream = logged
+    try:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rows")
+    except OSError as error:
+        logger.error("the tracker failed", exc_info=error)
+    assert stream.getvalue() == "the tracker failed\nOSError: [Errno 28] No space left on device: 'rows'\n"
+
+
+def test_an_error_has_no_lines_of_tensorstores_code():
+    error = ValueError("no space [os_error_code='28'] [source locations='a.cc:336\nb.cc:19']")
+    assert error_text(error) == "ValueError: no space [os_error_code='28']"
 
 
 def test_every_module_logs_that_way():

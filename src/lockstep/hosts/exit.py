@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from lockstep.errors import CapacityError, CompilerError, ConfigError, HostError, LockstepError, PeerError, PromptError
 from lockstep.exits import FAILED, FAULT, INTERRUPTED, PEER_FAILED, WAIT_S, work_hangs
+from lockstep.files import advice_of
 from lockstep.hosts.fault import failure_code, limit_attempts
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process, failure_is_announced
@@ -90,10 +91,10 @@ def print_error(hosts: Hosts | None, error: BaseException, debug: bool = False) 
             print_to_stderr(error.code)
     elif isinstance(error, HostError):
         _print_host_error(hosts, error, debug)
-    elif isinstance(error, USER_ERRORS):
+    elif isinstance(error, USER_ERRORS) or advice_of(error):
         if debug:
             print_to_stderr(error_stack(error), end="")
-        print_to_stderr(f"error: {printable(without_secrets(str(error)))}")
+        print_to_stderr(_last_line(error, "" if isinstance(error, USER_ERRORS) else advice_of(error)))
     else:
         print_to_stderr(error_stack(error), end="")
 
@@ -116,12 +117,16 @@ def _print_host_error(hosts: Hosts | None, error: HostError, debug: bool) -> Non
     cause = error.__cause__
     if debug:
         print_to_stderr(error_stack(error), end="")
-    elif cause is not None and not isinstance(cause, LockstepError):
+    elif cause is not None and not isinstance(cause, LockstepError) and not advice_of(cause):
         print_to_stderr(error_stack(cause), end="")
     if hosts is None or hosts.is_leader:  # without a service every process speaks for itself
         alone = hosts is not None and hosts.count == 1
         text = cause if alone and isinstance(cause, LockstepError) else error
-        print_to_stderr(f"error: {printable(without_secrets(str(text)))}")
+        print_to_stderr(_last_line(text, "" if cause is None or text is cause else advice_of(cause)))
+
+
+def _last_line(error: BaseException, advice: str) -> str:
+    return f"error: {printable(without_secrets(f'{error}. {advice}' if advice else str(error)))}"
 
 
 def leave(hosts: Hosts | None, code: int, reason: str, peers: int = PEER_FAILED) -> NoReturn:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from lockstep import exits
 from lockstep.errors import LockstepError
+from lockstep.files import advice_of
 from lockstep.launch import own_words, without_debug
 from lockstep.main.commands import COMMANDS, find_command
 from lockstep.printable import printable, without_secrets
@@ -67,6 +68,11 @@ def run_alone(arguments: Sequence[str], debug: bool) -> int:
         if not _reader_has_left():
             raise
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if debug or not (advice := advice_of(error)):
+            raise
+        print(f"error: {printable(without_secrets(str(error)))}. {advice}", file=sys.stderr)
+        return exits.FAILED
 
 
 def _show(text: str) -> None:

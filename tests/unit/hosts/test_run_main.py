@@ -1,5 +1,6 @@
 """How run_main ends a process."""
 
+import errno
 import sys
 
 import pytest
@@ -62,6 +63,16 @@ def test_what_a_user_can_mend_has_its_stack_only_for_debugging(capsys, error, de
     text = error.__cause__ or error
     assert printed.endswith(f"error: {text}\n") and ("in fail" in printed) == debug
     assert ("Traceback" in printed) == debug
+
+
+@pytest.mark.parametrize("wrapped", [lambda error: error, peer_error], ids=["alone", "on all"])
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_full_disk_has_no_stack(capsys, wrapped, debug):
+    with pytest.raises(SystemExit):
+        run_main(lambda: fail(wrapped(OSError(errno.ENOSPC, "No space left", "rows"))), debug=debug)
+    printed = capsys.readouterr().err
+    assert printed.endswith("No space left: 'rows'. Free space there, or choose another place.\n")
+    assert ("Traceback" in printed) == debug and (printed.count("\n") == 1) != debug
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -1,10 +1,12 @@
 """The command line."""
 
+import errno
 import json
 import shlex
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -88,6 +90,18 @@ def test_a_mistake_in_any_command_is_a_line_and_for_debugging_a_stack(monkeypatc
     given = words if command.own_help else words[:2]
     assert printed.splitlines()[-1] == f"error: {command.name} was given {given}"
     assert ("Traceback" in printed) == debug
+
+
+@pytest.mark.parametrize("command", ["tail", "sample"])
+def test_a_full_disk_ends_any_command_with_a_line(monkeypatch, capsys, command):
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left", "rows"))
+    monkeypatch.setattr("lockstep.main.commands.Command.run", full)
+    monkeypatch.setattr(sys, "argv", ["lockstep", command])
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    assert capsys.readouterr().err == (
+        f"error: [Errno {errno.ENOSPC}] No space left: 'rows'. Free space there, or choose another place.\n"
+    )
 
 
 @pytest.mark.slow

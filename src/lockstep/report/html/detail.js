@@ -1,6 +1,7 @@
 // One prompt: its answers at a step beside each other, its curves, and how its answers came to be.
 
 const LONG = 20000; // characters of an answer that are shown at once
+const FIGURE = 24; // characters of a text that stands beside the numbers
 const MAX_VERSIONS = 40;
 let unfolded = new Set(); // answers that are shown in full, by run and row
 let versionsOf = { prompt: null, generation: null, shown: MAX_VERSIONS };
@@ -146,12 +147,14 @@ function figures(run, row) {
     { class: "figures" },
     found.map(([name, value]) => h("div", {}, h("dt", {}, name), addText(h("dd", { class: name === "health" || (name === "finish" && value !== "stop") ? "warn" : null }), value))),
   );
-  for (const name of wordColumns) {
-    const text = run.words[name]?.[row];
-    if (text === null || text === undefined) continue;
+  const shown = wordColumns.filter((name) => name !== "rank"); // which is in the title
+  const words = shown.map((name) => [name, run.words[name]?.[row]]).filter(([, text]) => text !== null && text !== undefined);
+  const isLong = ([, text]) => text.length > FIGURE || text.includes("\n");
+  words.sort((first, second) => isLong(first) - isLong(second));
+  for (const [name, text] of words) {
     const value = h("dd", { dir: "auto" });
     addLong(value, text, `w${run.place}.${row}.${name}`, (part) => addText(value, part));
-    list.append(h("div", { class: "words" }, addText(h("dt"), name), value));
+    list.append(h("div", { class: isLong([name, text]) ? "words" : null }, addText(h("dt"), name), value));
   }
   return list;
 }

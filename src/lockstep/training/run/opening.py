@@ -85,7 +85,7 @@ def open_run(config: TrainConfig, hosts: Hosts) -> OpenRun:
         check_examples(config.data, rows, run.tokenizer, ends, length=length, seed=seed, hosts=hosts)
     run_dir = make_run_dir(config.trainer, hosts)
     tracker: Tracker = NoopTracker()
-    with hosts.run_on_all("tracker"):
+    with hosts.run_on_all("run directory and trackers"):
         if hosts.is_leader:
             take_leases(config.trainer, run_dir)
             built = start_tracker(config.trainer, run_dir, encode_config(config))
