@@ -154,7 +154,7 @@ function figures(run, row) {
   for (const [name, text] of words) {
     const value = h("dd", { dir: "auto" });
     addLong(value, text, `w${run.place}.${row}.${name}`, (part) => addText(value, part));
-    list.append(h("div", { class: isLong([name, text]) ? "words" : null }, addText(h("dt"), name), value));
+    list.append(h("div", { class: isLong([name, text]) ? "words" : "words short" }, addText(h("dt"), name), value));
   }
   return list;
 }
