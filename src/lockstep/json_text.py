@@ -19,6 +19,18 @@ _POINTER: Final = b"version https://git-lfs"
 _SHOWN: Final = 300  # characters of what Python says of a value; some errors have all of it
 
 
+_BEGINNINGS = {
+    **{b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard", b"PK\3\4": "a zip archive", b"BZh": "bzip2"},
+    **{b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"},
+}
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """The end of a sentence about a text that is not UTF-8, which names what else it begins as."""
+    kind = next((kind for start, kind in _BEGINNINGS.items() if error.object.startswith(start)), "")
+    return f"is not UTF-8, it begins as {kind} does" if kind else f"is not UTF-8: {error}"
+
+
 def parse_json[Found](
     text: str | bytes, place: str, kind: type[Found], fix: str, error: type[LockstepError] = ConfigError
 ) -> Found:
@@ -36,7 +48,7 @@ def parse_json[Found](
     except RecursionError:
         raise error(f"{place} is JSON that is nested too deeply to be read. {fix}") from None
     except UnicodeDecodeError as wrong:
-        raise error(f"{place} is not UTF-8: {wrong}. {fix}") from None
+        raise error(f"{place} {not_utf8(wrong)}. {fix}") from None
     except ValueError as wrong:  # numbers with more digits than Python reads, too
         raise error(f"{place} {pointer_text(text) or f'is not JSON: {wrong}. {fix}'}") from None
     if not isinstance(parsed, kind):

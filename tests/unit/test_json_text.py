@@ -18,6 +18,7 @@ from lockstep.types import Drafts, Request, SamplingParams
     [
         ("{", "the file is not JSON: .*. Mend it."),
         (b"\xff", "the file is not UTF-8: .*. Mend it."),
+        (b"(\xb5/\xfd\x04", "the file is not UTF-8, it begins as Zstandard does. Mend it."),
         ("[" * 100_000, "the file is JSON that is nested too deeply to be read. Mend it."),
         ("1" * 5000, "the file is not JSON: .*digits.*. Mend it."),
         ("[]", "the file is a JSON list, not an object. Mend it."),

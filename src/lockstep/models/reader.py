@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 from haliax import NamedArray
 
+from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig
 from lockstep.models.llama import LlamaLMHeadModel, attention_and_mlp
 from lockstep.models.registry import UnreadableModelError, class_name, has_reader, read_registered, register_reader
@@ -75,7 +76,13 @@ def _parameters(weights: type, *modules: eqx.Module) -> dict[str, Any]:
 def _array(name: str, parameter: NamedArray | None) -> Any:
     if parameter is None:
         return None
-    have, want = tuple(axis.name for axis in parameter.axes), haliax_axes(name)
+    shape, have, want = getattr(parameter.array, "shape", None), parameter.axis_names, haliax_axes(name)
+    if shape is None or len(shape) != len(have):  # haliax would print the array
+        raise ConfigError(
+            f"the parameter {name} has axes {have}, and its array is {f'of shape {shape}' if shape else 'missing'}. "
+            "Pass the whole model: of one copied by jax.pmap one copy (jax.tree.map(lambda array: array[0], model)), "
+            "of a partitioned one equinox.combine of its parts."
+        )
     assert have == want, f"the parameter {name} has axes {have}, the decoder reads {want}"
     return parameter.array
 

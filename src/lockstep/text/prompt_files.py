@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from lockstep.errors import HostTimeoutError, PromptError
-from lockstep.json_text import parse_json
+from lockstep.json_text import not_utf8, parse_json
 from lockstep.text.arrow_rows import parquet_rows
 from lockstep.urls import url_to_fs
 
@@ -133,4 +133,4 @@ def _decoded(line: bytes, place: str) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise PromptError(f"{place} is not UTF-8: {error}. Convert the file.") from None
+        raise PromptError(f"{place} {not_utf8(error)}. Convert the file.") from None

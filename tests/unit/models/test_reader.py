@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import lockstep
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.models import (
     DecoderWeights,
     Experts,
@@ -129,6 +130,18 @@ def test_reading_gives_the_very_same_arrays_and_launches_nothing(config: LlamaCo
         for name, shape in declared_shapes(type(part)).items():
             array = getattr(part, name)
             assert array is None or array.shape == shape, name
+
+
+def test_a_model_that_pmap_copied_and_a_part_of_one_are_refused_without_their_numbers() -> None:
+    model = build(LlamaConfig(**SIZES))
+    copies = jax.tree.map(lambda array: jnp.stack([array] * 3), model)
+    for part, why in ((copies, r"is of shape \(3, .*one copy"), (eqx.filter(model, lambda _: False), "is missing")):
+        with (
+            jax.no_execution(True),
+            pytest.raises(ConfigError, match=rf"the parameter \w+ has axes .* array {why}") as e,
+        ):
+            read_decoder(part)
+        assert "[[" not in str(e.value)
 
 
 def test_a_pair_is_read_as_it_is() -> None:

@@ -1,4 +1,5 @@
 import contextlib
+import gzip
 import json
 import re
 from pathlib import Path
@@ -150,7 +151,12 @@ def test_wrong_lines_of_a_file_are_named(tmp_path):
     with pytest.raises(PromptError, match=r"prompts\.jsonl holds no prompts"):
         read_prompts(str(path))
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(PromptError, match=r"prompts\.jsonl:1 is not UTF-8: .*\. Convert the file"):
+    with pytest.raises(
+        PromptError, match=r"prompts\.jsonl:1 is not UTF-8, it begins as UTF-16 does\. Convert the file"
+    ):
+        read_prompts(str(path))
+    path.write_bytes(gzip.compress(b'{"prompt": "One"}\n'))
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:1 is not UTF-8, it begins as gzip does\. Convert the file"):
         read_prompts(str(path))
 
 

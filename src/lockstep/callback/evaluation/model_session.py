@@ -112,6 +112,13 @@ def check_processes(weights: DecoderWeights, hosts: Hosts) -> None:
                 f"the weight {name} is a {type(array).__name__} in the memory of the host, on no device. Place the "
                 "model first: jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))."
             )
+        memory = {array.sharding.memory_kind, next(iter(devices)).default_memory().kind} - {None}
+        if len(memory) > 1:
+            raise ConfigError(
+                f"the weight {name} is in memory of kind {array.sharding.memory_kind!r}, and programs take weights "
+                "from that of the devices. Pass a copy there: jax.device_put(params, jax.tree.map(lambda array: "
+                "array.sharding.with_memory_kind('device'), params))."
+            )
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ConfigError(
                 f"the weight {name} is {array.dtype.name}, and rounds compute with floats. Pass what it stands for: a "

@@ -15,7 +15,7 @@ import fsspec
 
 from lockstep.config_fields import FilePath, check_fields
 from lockstep.errors import ConfigError
-from lockstep.json_text import lone_surrogate, parse_json, pointer_text
+from lockstep.json_text import lone_surrogate, not_utf8, parse_json, pointer_text
 from lockstep.limits import LINE_BYTES, TEXT_BYTES, read_object
 from lockstep.text.arrow_rows import batch_rows, parquet_rows
 from lockstep.training.data.zstd_stream import ZstdStream
@@ -351,7 +351,7 @@ def _document(text: bytearray) -> Record | BadRow:
     try:
         return {"text": text.decode("utf-8")}
     except UnicodeDecodeError as error:
-        return BadRow(f"is not UTF-8: {error}. Convert the file or remove it.")
+        return BadRow(f"{not_utf8(error)}. Convert the file or remove it.")
 
 
 def _read_parquet(file: SourceFile, part: int, parts: int, fields: Sequence[str], max_bytes: int) -> _Records:

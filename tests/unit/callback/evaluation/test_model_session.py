@@ -37,6 +37,14 @@ def test_weights_that_rounds_cannot_compute_with_are_refused_by_name():
     host = jax.tree.map(np.asarray, weights)
     with pytest.raises(ConfigError, match="the weight embed is a ndarray in the memory of the host, on no device"):
         session.read(HOSTS, (tiny.CONFIG, host))
+
+    def moved(weights, kind):
+        return jax.device_put(weights, jax.tree.map(lambda array: array.sharding.with_memory_kind(kind), weights))
+
+    offloaded = moved(weights, "pinned_host")
+    with pytest.raises(ConfigError, match="embed is in memory of kind 'pinned_host'.*with_memory_kind.'device'"):
+        session.read(HOSTS, (tiny.CONFIG, offloaded))
+    session.read(HOSTS, (tiny.CONFIG, moved(offloaded, "device")))
     numbers = dataclasses.replace(weights, final_norm=weights.final_norm.astype(np.int8))
     with pytest.raises(ConfigError, match="final_norm is int8, and rounds compute with floats.* dequantised"):
         session.read(HOSTS, (tiny.CONFIG, numbers))
