@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.files import write_file
-from lockstep.json_text import FOREIGN, parse_json
+from lockstep.json_text import FOREIGN, not_utf8, parse_json
 from lockstep.limits import TOKENIZER_BYTES, check_regular, read_object, read_small
 from lockstep.printable import get_logger
 from lockstep.storage import WAIT_S, call_storage
@@ -229,7 +229,7 @@ def _from_place(name: str, commit: str | None) -> "PreTrainedTokenizerBase":
         raise
     except Exception as error:  # transformers raises whatever its parser or its download raised
         if directory.is_dir():
-            _check_json(name, directory)
+            _check_texts(name, directory)
         first_line = str(error).strip().split("\n")[0]
         where = (
             f"the directory {name!r} could not be read as a tokenizer"
@@ -244,8 +244,13 @@ def _from_place(name: str, commit: str | None) -> "PreTrainedTokenizerBase":
         raise ConfigError(f"{where} ({type(error).__name__}: {first_line}). {fix}") from error
 
 
-def _check_json(name: str, directory: Path) -> None:
-    """Refuse by name the file of a tokenizer that is no JSON."""
+def _check_texts(name: str, directory: Path) -> None:
+    """Refuse by name the file of a tokenizer that is no JSON, or no text."""
+    for path in sorted(directory.glob("*.jinja")):
+        try:
+            read_small(path, TOKENIZER_BYTES).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{name}/{path.name} {not_utf8(error)}. Save it again.") from None
     for path in sorted(directory.glob("*.json")):
         if _READ_WHOLE.match(path.name):
             parse_json(
@@ -281,6 +286,12 @@ def _read(place: str, commit: str | None) -> "PreTrainedTokenizerBase":
             "transformers does, the second is followed. A text that needs the token has to begin with it.",
             place,
             tokenizer.bos_token,
+        )
+    if str(tokenizer.chat_template).startswith("\ufeff"):
+        log.warning(
+            "the chat template of %s begins with a byte order mark, which is then a part of each prompt, as in "
+            "transformers. Remove it, unless the model was trained with it.",
+            place,
         )
     check_against_file(tokenizer, file)
     return tokenizer

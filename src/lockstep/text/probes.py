@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import ConfigError
+from lockstep.printable import get_logger
 from lockstep.text.tokenize import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+log = get_logger(__name__)
 
 _WORDS: Final = (
     "The capital of France is", "don't", "I'LL", "naïve café", "Straße", "ἀρχή", "Ещё раз", "שלום עולם",
@@ -44,12 +47,22 @@ def probes(special: Sequence[str]) -> list[str]:
 def check_against_file(tokenizer: "PreTrainedTokenizerFast", file: str) -> None:
     """Compare the ids and texts of `probes` with those that a ``tokenizer.json`` gives them.
 
+    An end of text that the file lacks is warned of.
+
     Raises:
         ConfigError: A text has other ids, or ids have another text.
     """
     from tokenizers import Tokenizer
 
     own: Tokenizer = Tokenizer.from_file(file)
+    if (end := tokenizer.eos_token) is not None and own.token_to_id(end) is None:
+        log.warning(
+            "%s lacks the eos_token %r of tokenizer_config.json: transformers adds it as %d, which no model has "
+            "learned, and no answer ends with it. Name the token that ends an answer.",
+            file,
+            end,
+            tokenizer.eos_token_id,
+        )
     own.no_truncation()
     own.no_padding()
     added = own.get_added_tokens_decoder()

@@ -77,6 +77,20 @@ def test_a_file_that_is_no_json_is_named(file, text, why, tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_an_end_that_the_file_lacks_and_a_template_with_a_byte_order_mark_are_warned_of(tmp_path, caplog):
+    place = made_tokenizers.write(tmp_path, made_tokenizers.byte_level("<end>"), {"eos_token": "<end>"})
+    (place / "chat_template.jinja").write_text("{{ messages }}")
+    load_tokenizer(place)
+    assert not caplog.text
+    made_tokenizers.write(tmp_path, made_tokenizers.byte_level("<end>"), {"eos_token": "<fin>"})
+    (place / "chat_template.jinja").write_text("\ufeff{{ messages }}")
+    load_tokenizer(place)
+    assert "tokenizer.json lacks the eos_token '<fin>'" in caplog.text and "byte order mark" in caplog.text
+    (place / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match="/chat_template.jinja is not UTF-8: .* Save it again"):
+        load_tokenizer(place)
+
+
 def test_the_class_names_special_tokens_where_the_configuration_names_none(tmp_path):
     made = made_tokenizers.byte_level("<|endoftext|>")
     for name, settings in {"GPT2Tokenizer": {}, "Qwen2Tokenizer": {}, "LlamaTokenizerFast": {}}.items():
