@@ -92,6 +92,11 @@ class Family:
                     f"the checkpoint has {switch}: true; lockstep has biases of attention in qwen2, glm4, gpt_oss and "
                     f"cohere2 only, and causal attention. Choose a checkpoint without {switch}."
                 )
+        if not hf.get("is_causal", True):  # null too, in transformers/masking_utils.py, create_causal_mask
+            raise ConfigError(
+                f"the checkpoint's config.json has is_causal {hf['is_causal']!r}, so that each token sees those after "
+                "it; lockstep has causal attention only. Choose another checkpoint, or remove the key if it is wrong."
+            )
         activation = hf.get(self.activation_key)
         if activation is not None and activation not in ACTIVATIONS:
             raise ConfigError(

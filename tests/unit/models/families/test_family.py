@@ -799,6 +799,8 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ({"hidden_act": "quick_gelu"}, r"hidden_act 'quick_gelu'; lockstep computes 'silu', 'gelu', .* only"),
         ({"attention_bias": True}, r"attention_bias: true"),
         ({"mlp_bias": True}, r"mlp_bias: true"),
+        ({"is_causal": False}, r"is_causal False, so that each token sees those after it"),
+        ({"is_causal": None}, r"is_causal None"),  # as transformers reads it
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
             r"rope type 'dynamic'; .*'default', 'linear', 'llama3' and 'yarn'",
