@@ -86,10 +86,7 @@ def body_loads(hosts, directory):
 
 
 def body(hosts, directory):
-    return {
-        "caches": body_caches(hosts, f"{directory}/caches"),
-        "loads": body_loads(hosts, f"{directory}/loads"),
-    }
+    return {"caches": body_caches(hosts, f"{directory}/caches"), "loads": body_loads(hosts, f"{directory}/loads")}
 
 
 @pytest.fixture(scope="module")

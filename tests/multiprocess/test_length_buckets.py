@@ -68,10 +68,7 @@ def body(hosts, directory):
             os.kill(os.getpid(), signal.SIGTERM)
 
     config = PreferenceDataConfig(
-        train_urls=(f"{directory}/x.jsonl",),
-        cache_dir=f"{directory}/cache",
-        max_seq_len=LENGTH,
-        length_buckets=(4, 16),
+        train_urls=(f"{directory}/x.jsonl",), cache_dir=f"{directory}/cache", max_seq_len=LENGTH, length_buckets=(4, 16)
     )
     rows = config.load(tiny.tokenizer(), 64, 0, hosts)
     return {

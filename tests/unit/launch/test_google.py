@@ -12,15 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.exits import (
-    INTERRUPTED,
-    PREFLIGHT,
-    REFUSED,
-    SETUP_FAILED,
-    TERMINATED,
-    UNREACHABLE,
-    WORKER_LOST,
-)
+from lockstep.exits import INTERRUPTED, PREFLIGHT, REFUSED, SETUP_FAILED, TERMINATED, UNREACHABLE, WORKER_LOST
 from lockstep.launch import BACKENDS, free_port, parse
 from lockstep.launch.google import GoogleBackend
 from lockstep.launch.mig import Mig

@@ -32,11 +32,7 @@ def run_cases(examples: int, *drawn: Any) -> None:
     """Draw ``examples`` cases of (family, configuration, prompts), answer and compare them; ties must be rare."""
     cases = tokens = ties = 0
 
-    @settings(
-        max_examples=examples,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.explicit, Phase.generate),
-    )
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
     @given(*drawn)
     def run(which: tuple[str, int], prompts: list[int]) -> None:
         nonlocal cases, tokens, ties

@@ -121,11 +121,7 @@ def test_a_model_with_adapters_and_packed_rows_have_the_same_bits(
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "lora", "dtype"),
-    [
-        ("experts", MLPS, "bfloat16"),
-        ("mixed", MLPS, "float32"),
-        ("gpt_oss", GATE_UP, "bfloat16"),
-    ],
+    [("experts", MLPS, "bfloat16"), ("mixed", MLPS, "float32"), ("gpt_oss", GATE_UP, "bfloat16")],
 )
 def test_experts_with_adapters_have_the_same_bits(family: str, lora: LoraConfig, dtype: str) -> None:
     """Which the engine merges once, the trainer layer by layer."""
