@@ -87,7 +87,7 @@ def losses(path):
 
 
 @pytest.mark.nightly  # in make slow: unit/models/test_lora.py
-@pytest.mark.parametrize("experts", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["mlp", "experts"])
+@pytest.mark.parametrize("experts", [False, True], ids=["mlp", "experts"])
 def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(experts, tmp_path):
     save_base(str(tmp_path / "base"), drawn(EXPERTS, make_mesh("auto")) if experts else None)
     more = ["--lora.target_modules", "[gate_proj,up_proj,down_proj]"] if experts else []

@@ -450,13 +450,7 @@ MISREAD = {
 
 
 @pytest.mark.nightly  # in make slow: an error in a model with experts
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "latent, values" else pytest.mark.nightly)
-        for name in MISREAD
-    ],
-)
+@pytest.mark.parametrize("name", MISREAD)
 def test_what_is_wrong_with_a_latent_or_a_memory_is_named(compiled, name):
     model = model_on("1,1,1", {"latent": FAMILIES["latent"], "linear": LINEAR, "split": SPLIT}[name.partition(",")[0]])
     forward = jax.jit(lambda ids: model(hax.named(ids, ("batch", "position"))).array)
