@@ -16,7 +16,6 @@ NEEDS_OPENENV = pytest.mark.skipif(find_spec("openenv") is None, reason="openenv
 """The mark of a test of environments of OpenEnv."""
 
 NEEDS_DRACCUS_PARSE = pytest.mark.skipif(
-    sys.version_info >= (3, 14),
-    reason="on Python 3.14 draccus 0.11.6 says that `int | None` is not callable",
+    sys.version_info >= (3, 14), reason="on Python 3.14 draccus 0.11.6 says that `int | None` is not callable"
 )
 """For tests of a user's script that reads its command line by draccus; ours is read without it."""

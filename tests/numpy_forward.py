@@ -211,12 +211,7 @@ def latent_attention(family: Family, config: Config, tensors: Tensors, x: Array,
     )
 
 
-GEMMA_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GEMMA = Family(gelu_tanh, norm_plus_one=True, norms=GEMMA_NORMS, scaled_embedding=True)
 OLMO_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 GLM_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")

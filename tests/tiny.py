@@ -10,14 +10,7 @@ import jax
 import numpy as np
 
 from lockstep.hosts import Hosts, MemoryClient
-from lockstep.models import (
-    DecoderWeights,
-    LayerWeights,
-    LlamaConfig,
-    LlamaLMHeadModel,
-    as_trainable,
-    padded_vocab_size,
-)
+from lockstep.models import DecoderWeights, LayerWeights, LlamaConfig, LlamaLMHeadModel, as_trainable, padded_vocab_size
 from lockstep.placement import make_mesh, place
 from lockstep.text import load_tokenizer
 from lockstep.training import (

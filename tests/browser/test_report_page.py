@@ -514,14 +514,7 @@ def test_an_address_leads_to_what_was_shown(page_of, reports):
         until(page, f"new URLSearchParams(location.hash.slice(1)).get('q') === {text!r}")
     page.click(".item >> nth=3")
     page.locator("#step").fill("1")
-    state = {
-        "metric": "num_tokens",
-        "base": "first",
-        "q": "answer",
-        "prompt": "3",
-        "step": "10",
-        "mode": "difference",
-    }
+    state = {"metric": "num_tokens", "base": "first", "q": "answer", "prompt": "3", "step": "10", "mode": "difference"}
     check_state(page, state)
     other = reports.open(page.url.removeprefix("file://").partition("#")[0], **state)
     for script in ("document.querySelector('main').textContent", "document.getElementById('search').value"):

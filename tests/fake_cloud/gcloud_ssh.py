@@ -1,6 +1,5 @@
 """The fake ssh: runs the command on a machine of the fake cloud, as a process with that machine's home directory."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -35,21 +34,16 @@ def main(words: list[str]) -> int:
     if machine is None or machine["name"] in state["unreachable"]:
         print(f"ssh: connect to host {address} port 22: Connection timed out", file=sys.stderr)
         return 255
-    # The variables of the platform: what the metadata server tells JAX on a real machine.
-    platform = cloud.directory / "platform.json"
     environment = {
-        **(json.loads(platform.read_text()) if platform.exists() else {}),
         "HOME": machine["home"],
         "USER": user,
+        "PATH": os.environ["PATH"],
         google_cloud.MACHINE: machine["home"],
         "FAKE_WORKER_NUMBER": str(machine["worker"]),
         "FAKE_WORKER": str(machine["worker"] + machine["slice"] * int(os.environ.get("FAKE_HOSTS_PER_SLICE", "0"))),
     }
-    environment.setdefault("PATH", os.environ["PATH"])
     if "LD_LIBRARY_PATH" in os.environ:  # without which this Python may not start
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-    for name, value in environment.items():
-        environment[name] = value.replace("{worker}", environment["FAKE_WORKER"])
     dropped_before = state["drops"].get(machine["name"], 0)
     process = subprocess.Popen(
         ["/bin/sh", "-c", command],

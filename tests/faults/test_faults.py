@@ -47,13 +47,7 @@ ROUNDS = [
     for f in FAULTS
     if f.ends == GOES_ON and f.name not in ("trainers_tracker_blocks", "report_hangs_while_saving", *REPORTS)
 ]
-FAST = {
-    "leader_tokenizer_raises",
-    "prompts_differ",
-    "out_of_pages",
-    "stop_finder_raises_on_one_host",
-    "metric_raises",
-}
+FAST = {"leader_tokenizer_raises", "prompts_differ", "out_of_pages", "stop_finder_raises_on_one_host", "metric_raises"}
 """Faults of every phase, one run for which is in make test; a run for all others is slow."""
 REPORT_FAILS = {
     "tracker_launches": 1,
@@ -302,10 +296,7 @@ def test_follower_config_file_differs(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"),
-    [
-        pytest.param("a_host_is_too_late", "late", marks=pytest.mark.nightly),
-        ("a_host_stalls_during_decode", "stall"),
-    ],
+    [pytest.param("a_host_is_too_late", "late", marks=pytest.mark.nightly), ("a_host_stalls_during_decode", "stall")],
 )
 def test_every_process_exits_when(name, how, tmp_path):
     """No launcher ends them."""

@@ -1,18 +1,11 @@
 """Training loops drawn by a seed: meshes, placements, dtypes, layers in lists or stacked, frozen parts, settings.
 
-The same seed draws the same loop on every process. `run_loop` runs it without a callback and with one, and
-`run_part_loop` another one, on some of the devices, with frozen layers in an order of devices of their own, or under
-``jax_disable_jit``. The order in which a callback is made and the job is joined is drawn too, in processes of its own:
-
-python -m tests.multiprocess.drawn_loops SEED DIRECTORY
+The same seed draws the same loop on every process. `run_loop` runs it without a callback and with one.
 """
 
 import contextlib
 import dataclasses
-import json
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +15,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import lockstep
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.round import read_round_prompts
-from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts
 from lockstep.models import LlamaConfig, from_names
 from lockstep.report import read_jsonl
@@ -57,7 +48,6 @@ class Loop:
         layers: ``listed``, or the axis of stacked arrays that is the layer.
         frozen: The numbers of the layers that are not trained; those of stacked arrays all are.
         wide: Whether numbers have 64 bits by default.
-        no_jit: Whether the loop runs under ``jax_disable_jit``.
     """
 
     mesh: Mesh
@@ -70,13 +60,12 @@ class Loop:
     pins_results: bool
     wide: bool
     seed: int
-    no_jit: bool = False
 
     @classmethod
-    def drawn(cls, seed: int, devices: Sequence[jax.Device] | None = None) -> "Loop":
-        """The loop of a seed, on all devices or on some."""
+    def drawn(cls, seed: int) -> "Loop":
+        """The loop of a seed."""
         rng = np.random.default_rng(seed)
-        devices = np.array(jax.devices() if devices is None else devices)
+        devices = np.array(jax.devices())
         if rng.integers(2):
             devices = rng.permutation(devices)
         count = len(devices)
@@ -103,21 +92,6 @@ class Loop:
             seed=seed,
         )
 
-    @classmethod
-    def drawn_in_part(cls, seed: int) -> "Loop":
-        """The loop of a seed, with draws of their own for its devices, the order of those of frozen layers, and jit."""
-        rng = np.random.default_rng([seed, 1])
-        groups = [jax.devices(), *(jax.devices()[first::2] for first in range(2)), jax.devices()[:2]]
-        loop = cls.drawn(seed, groups[rng.integers(len(groups))])
-        if rng.integers(4):
-            frozen = np.flatnonzero(rng.integers(0, 2, CONFIG.num_layers)).tolist()
-            loop = dataclasses.replace(loop, layers="listed", frozen=tuple(frozen))
-        frozen_mesh = loop.frozen_mesh
-        if rng.integers(2):
-            devices = rng.permutation(frozen_mesh.devices.ravel()).reshape(frozen_mesh.devices.shape)
-            frozen_mesh = Mesh(devices, frozen_mesh.axis_names, axis_types=frozen_mesh.axis_types)
-        return dataclasses.replace(loop, frozen_mesh=frozen_mesh, no_jit=bool(rng.integers(2)))
-
     def __str__(self) -> str:
         def text(mesh: Mesh) -> str:
             return f"{dict(mesh.shape)} of {[device.id for device in mesh.devices.flat]}"
@@ -125,7 +99,7 @@ class Loop:
         return (
             f"seed {self.seed}: mesh {text(self.mesh)}, layers {self.layers}, frozen {self.frozen} "
             f"{jnp.dtype(self.frozen_dtype).name} on {text(self.frozen_mesh)}{' whole' * self.frozen_whole}, "
-            f"{self.setting}{', 64 bits' * self.wide}{', no jit' * self.no_jit}, "
+            f"{self.setting}{', 64 bits' * self.wide}, "
             f"{'pinned' if self.pins_results else 'free'} results"
         )
 
@@ -168,7 +142,7 @@ class Loop:
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
         """The settings of the loop's process."""
-        with SETTINGS[self.setting](), jax.enable_x64(self.wide), jax.disable_jit(self.no_jit):
+        with SETTINGS[self.setting](), jax.enable_x64(self.wide):
             yield
 
     def trained(self, params: dict[str, Any]) -> dict[str, Any]:
@@ -198,69 +172,8 @@ class Loop:
 
 def run_loop(hosts: Hosts, seed: int, directory: str) -> dict[str, Any]:
     """`train` the loop of a seed."""
-    return train(Loop.drawn(seed), callback_in(directory, hosts), directory)
-
-
-def run_part_loop(hosts: Hosts, seed: int, directory: str) -> dict[str, Any]:
-    """`train` the loop of a seed on a part of the devices; where `check` refuses it, what check and a round say."""
-    loop, callback = Loop.drawn_in_part(seed), callback_in(directory, hosts)
-    alone = {device.process_index for device in loop.mesh.devices.flat} != set(range(hosts.count))
-    reader, texts = loop.reader(), list[str]()
-    params = loop.params()
-    with loop.settings():
-        model = (CONFIG, reader(params))
-        for call in (callback.check, lambda model: callback(SimpleNamespace(step=SAMPLING.eval_every, model=model))):
-            try:
-                call(model)
-            except PeerError as error:
-                texts.append(str(error).partition("ConfigError: ")[2])
-            if not texts:
-                break
-    assert texts or not alone, f"{loop}: check passes"
-    if texts:
-        return {"loop": str(loop), "alone": alone, "texts": texts, "frozen": loop.frozen}
-    return train(loop, callback_in(directory, hosts), directory)
-
-
-def run_joining_loop(seed: int, directory: str) -> dict[str, Any]:
-    """`train` the loop of a seed; a callback is made, and hosts are looked at, before the job is joined or after."""
-    rng = np.random.default_rng([seed, 2])
-    order = rng.permutation(["callback", "hosts", "job"]).tolist()
-    joins = [["start"], ["initialize"], ["initialize", "start"], ["start", "start"]][rng.integers(4)]
-    count = int(os.environ["LOCKSTEP_NUM_PROCESSES"])
-    callback = None
-    for event in order:
-        if event == "callback":
-            callback = callback_in(directory)
-        elif event == "job":
-            for join in joins:
-                JOINS[join]()
-        elif count == 1 or order.index("job") < order.index("hosts"):
-            assert lockstep.hosts.current().count == count
-        else:
-            try:
-                lockstep.hosts.current()
-            except ConfigError as error:
-                assert f"{count} processes were started" in str(error) and "Call lockstep.start()" in str(error)
-            else:
-                raise AssertionError("a process that has not joined believes that it is alone")
-    assert callback is not None
-    return {"order": order, "joins": joins} | train(Loop.drawn(seed), callback, directory)
-
-
-def initialize() -> None:
-    """Join the job without lockstep."""
-    names = ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
-    address, count, process = (os.environ[f"LOCKSTEP_{name}"] for name in names)
-    jax.distributed.initialize(address, int(count), int(process))
-
-
-JOINS = {"start": lockstep.start, "initialize": initialize}
-
-
-def callback_in(directory: str, hosts: Hosts | None = None) -> SampleCallback:
-    """A callback that writes its rows into a directory."""
-    return SampleCallback(SAMPLING, tiny.tokenizer(), dtype="float32", output_dir=directory, hosts=hosts)
+    callback = SampleCallback(SAMPLING, tiny.tokenizer(), dtype="float32", output_dir=directory, hosts=hosts)
+    return train(Loop.drawn(seed), callback, directory)
 
 
 def train(loop: Loop, callback: SampleCallback, directory: str) -> dict[str, Any]:
@@ -292,15 +205,14 @@ def train(loop: Loop, callback: SampleCallback, directory: str) -> dict[str, Any
                 if callback is not None:
                     callback(SimpleNamespace(step=number, model=(config, read(model))))
                 elif number % SAMPLING.eval_every == 0:
-                    with jax.disable_jit(False):  # under which arrays would not be gathered
-                        rounds.append(jax.tree.map(lambda a: multihost_utils.process_allgather(a, tiled=True), model))
+                    rounds.append(jax.tree.map(lambda a: multihost_utils.process_allgather(a, tiled=True), model))
         return losses, rounds
 
     before, snapshots = trained_with(None)
     once = len(traces)
     after, _ = trained_with(callback)
     callback.finish()
-    assert len(traces) == once * (1 + loop.no_jit), f"{loop}: the train step was traced again"
+    assert len(traces) == once, f"{loop}: the train step was traced again"
     ties = 0
     if jax.process_index() == 0:
         requests = read_round_prompts(SAMPLING, tiny.tokenizer()).requests
@@ -337,7 +249,3 @@ def completion_of(row: dict[str, Any]) -> Completion:
         logprobs=tuple(row["logprobs"]),
         finish_reason=FinishReason(row["finish_reason"]),
     )
-
-
-if __name__ == "__main__":
-    print("RESULT " + json.dumps(run_joining_loop(int(sys.argv[1]), sys.argv[2])), flush=True)

@@ -73,11 +73,7 @@ def examples(count: int = 192) -> list[LmExample]:
 
 
 def train(
-    config: TrainerConfig,
-    add_hooks: Callable[[Trainer, Any], None],
-    *,
-    model: Any = LLAMA,
-    learning_rate: float = 1e-2,
+    config: TrainerConfig, add_hooks: Callable[[Trainer, Any], None], *, model: Any = LLAMA, learning_rate: float = 1e-2
 ) -> Any:
     """Levanter's own loop, as its ``train_lm`` has it.
 

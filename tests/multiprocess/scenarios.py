@@ -55,16 +55,6 @@ def close() -> None:
         hosts.agree("settings", {"learning rate": str(hosts.index)})
 
 
-def fault(victim: str, saved: str) -> None:
-    """The devices of one process fail in every attempt; those whose numbers are given save something before."""
-    hosts = start(DistributedConfig(timeout_s=600))
-    if os.environ["LOCKSTEP_RESTARTS"] in saved.split(",") and hosts.is_leader:
-        hosts.note_saved()
-    with hosts.run_on_all("a step"):
-        if hosts.index == int(victim):
-            raise JaxRuntimeError("FAILED_PRECONDITION: The program continuator has halted unexpectedly.")
-
-
 def die(victim: str) -> None:
     hosts = start(DistributedConfig(timeout_s=600))
     hosts.barrier("both")
@@ -237,13 +227,6 @@ def ask() -> None:
 
     for _ in range(2):
         threading.Thread(target=work, daemon=True).start()
-
-
-def wait() -> None:
-    hosts = start(DistributedConfig(timeout_s=600))
-    print(f"pid {os.getpid()}", flush=True)
-    hosts.barrier("both")
-    time.sleep(600)
 
 
 if __name__ == "__main__":

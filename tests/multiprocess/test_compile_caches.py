@@ -86,10 +86,7 @@ def body_loads(hosts, directory):
 
 
 def body(hosts, directory):
-    return {
-        "caches": body_caches(hosts, f"{directory}/caches"),
-        "loads": body_loads(hosts, f"{directory}/loads"),
-    }
+    return {"caches": body_caches(hosts, f"{directory}/caches"), "loads": body_loads(hosts, f"{directory}/loads")}
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +114,7 @@ def body_gathers(hosts, directory, layout):
 
 @pytest.mark.nightly  # in make slow: the tests around it
 @pytest.mark.parametrize(
-    ("layout", "cached"),
-    [({"tensor": 2}, {"new_cache", "prefill", "decode"}), pytest.param("training", set(), marks=pytest.mark.nightly)],
+    ("layout", "cached"), [({"tensor": 2}, {"new_cache", "prefill", "decode"}), ("training", set())]
 )
 def test_programs_whose_collectives_nothing_orders_are_never_cached(layout, cached, tmp_path):
     """A gather outside the loop over layers met one inside it in Gloo, in programs that were read from a cache."""

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,6 @@ from lockstep.exits import PEER_FAILED
 from lockstep.hosts import DistributedConfig, Hosts, leader_only, start
 from tests.multiprocess.harness import run_command, run_processes
 from tests.multiprocess.host_bodies import BEHAVIOURS, LATE
-from tests.multiprocess.launcher import LAUNCHER
 
 pytestmark = pytest.mark.multiprocess
 
@@ -220,48 +218,11 @@ def test_the_service_listens_on_loopback_alone_and_a_forged_end_is_a_failure():
     assert run.output.count(r"ends because process 9 done \x1b[2J\x1b]0;title\x07") >= 2
 
 
-@pytest.mark.nightly  # against a cluster: tests/unit/launch/test_gke.py
-def test_a_fault_is_tried_again_until_nothing_was_saved_in_between():
-    """Attempts 0 and 1 end by the fault; the second had saved a checkpoint, the third has not."""
-    command = [sys.executable, str(LAUNCHER), "--retries", "9", "--", *SCENARIO, "fault", "1", "1"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    output = run.stdout + run.stderr
-    assert run.returncode == exits.FAULT_AGAIN, output
-    assert "trying again, 2 of 9" in output and "trying again, 3 of 9" not in output
-    assert "attempt 3 has ended by a fault too, and no checkpoint was saved since the one before" in output
-
-
-@pytest.mark.nightly  # with processes of no job: tests/unit/launch/test_processes.py
-@pytest.mark.parametrize("victim", ["0", "1"])
-def test_launcher_shows_the_failing_process(victim):
-    run = run_command([*SCENARIO, "fail", victim])
-    assert run.code == 1
-    assert f"launch: process {victim} failed, exit code 1" in run.output
-    assert run.output.rstrip().splitlines()[-1].startswith(f"launch: failed: process {victim}")
-
-
 @pytest.mark.slow
 def test_a_service_that_the_user_started_is_used():
     codes, outputs = _run_by_hand(["adopt"])
     assert codes == [0, 0], outputs
     assert [f"process {i} of 2" in output for i, output in enumerate(outputs)] == [True, True]
-
-
-@pytest.mark.nightly  # with processes of no job: tests/unit/launch/test_processes.py
-def test_ctrl_c_ends_all_processes_quietly():
-    command = [sys.executable, str(LAUNCHER), "--processes", "2", "--grace_s", "600", "--", *SCENARIO, "wait"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(4)]  # start-up line and pid of both
-    pids = [int(line.split()[-1]) for line in lines if "pid" in line]
-    assert len(pids) == 2, lines
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "Traceback" not in output, output
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 def _run_by_hand(arguments: list[str], started: int = 2) -> tuple[list[int], list[str]]:

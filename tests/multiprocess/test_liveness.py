@@ -1,6 +1,5 @@
 """Processes that are gone while the others wait for a device, as on a pod: no collective of gloo fails."""
 
-import concurrent.futures
 import os
 import re
 import shutil
@@ -28,29 +27,7 @@ def test_a_killed_process_is_named_long_before_jax_misses_it():
         assert "Check failure stack trace" not in log
 
 
-STOPS = [(0, "joining"), (1, "steps")]
-"""Who is stopped, and when; all at once, because their processes have nothing to do but to wait."""
-
-
-@pytest.fixture(scope="module")
-def stopped_jobs():
-    """How the jobs of two processes end in which one is stopped. JAX is to miss the leader later than we do."""
-
-    def job(stop):
-        command = [*SCENARIO, "stop", *map(str, stop), "40" if stop[0] else "100"]
-        return run_unattended(command, processes=2, timeout_s=600)
-
-    with concurrent.futures.ThreadPoolExecutor(len(STOPS)) as jobs:
-        return dict(zip(STOPS, jobs.map(job, STOPS), strict=True))
-
-
-@pytest.mark.nightly  # in make slow: the killed process below
-@pytest.mark.parametrize(("victim", "moment"), STOPS)
-def test_a_stopped_process_is_named_whenever_that_is(stopped_jobs, victim, moment):
-    check_survivors(stopped_jobs[victim, moment], victim)
-
-
-@pytest.mark.nightly
+@pytest.mark.nightly  # in make slow: the killed process above, and tests/unit/hosts/test_liveness.py
 @pytest.mark.parametrize("moment", ["joining", "joined", "steps"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_process_of_four_is_named(victim, moment):

@@ -1,4 +1,4 @@
-"""Runs that train adapters, on several hosts: they resume, are sampled, exported and are their own reference."""
+"""Runs that train adapters, on several hosts: they resume, are sampled and exported."""
 
 import json
 import shutil
@@ -12,7 +12,6 @@ from lockstep.placement import make_mesh
 from tests import tiny
 from tests.adapters import save_base
 from tests.multiprocess.harness import run_processes
-from tests.multiprocess.launches import record_launches
 from tests.rollouts import EXPERTS, drawn
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -28,10 +27,6 @@ PAIRS = ["data/preferences/as_asked.jsonl", "data/preferences/as_asked_held_out.
 SIMPO = ["--data.train_urls", f"[{PAIRS[0]}]", "--data.validation_urls", f"[{PAIRS[1]}]", "--data.max_seq_len", "32"]
 SIMPO += ["--trainer.num_train_steps", "30", "--trainer.train_batch_size", "32", "--trainer.steps_per_eval", "2"]
 SIMPO += ["--lora.r", "8", "--lora.alpha", "16", "--optimizer.learning_rate", "3e-3", "--beta", "2.5"]
-GRPO = ["--data.format", "text", "--data.instruction", "", "--data.max_seq_len", "32", "--rollout.max_new_tokens", "8"]
-GRPO += ["--trainer.num_train_steps", "2", "--trainer.train_batch_size", "8", "--rollout.n_generations", "4"]
-GRPO += ["--kl_coefficient", "0.05", "--rewards", '[{"type": "function", "function": "tests.rollouts:parity"}]']
-GRPO += ["--num_iterations", "2"]
 
 
 def run(hosts, cls, *arguments):
@@ -87,7 +82,7 @@ def losses(path):
 
 
 @pytest.mark.nightly  # in make slow: unit/models/test_lora.py
-@pytest.mark.parametrize("experts", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["mlp", "experts"])
+@pytest.mark.parametrize("experts", [False, True], ids=["mlp", "experts"])
 def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(experts, tmp_path):
     save_base(str(tmp_path / "base"), drawn(EXPERTS, make_mesh("auto")) if experts else None)
     more = ["--lora.target_modules", "[gate_proj,up_proj,down_proj]"] if experts else []
@@ -114,27 +109,6 @@ def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(experts, tmp_pa
         assert {name.split(".")[2] for name in changed} == {"0", "1", "2"}, "some of every layer"
     else:
         assert changed == {name for name in saved if "_proj" in name}
-
-
-def body_grpo(hosts, directory):
-    from lockstep.training import TrainGrpoConfig
-
-    arguments = ["--initialize_from_hf", f"{directory}/base", "--data.train_urls", f"[{directory}/questions.jsonl]"]
-    with record_launches() as launches:
-        code = run(hosts, TrainGrpoConfig, *arguments, *GRPO, "--trainer.log_dir", directory)
-    return [code, sorted(set(launches))]
-
-
-@pytest.mark.nightly
-def test_the_reference_of_grpo_needs_no_copy(tmp_path):
-    save_base(str(tmp_path / "base"))
-    questions = [{"question": f"What is {i} plus 1?", "answer": f"#### {i + 1}"} for i in range(8)]
-    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n")
-    results = run_processes(body_grpo, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300)
-    assert results[0] == results[1] and results[0][0] == 0
-    assert not [name for name in results[0][1] if "frozen_copy" in name]
-    kl = [line["train/kl"] for line in lines(tmp_path / "run" / "metrics.jsonl") if "train/kl" in line]
-    assert len(kl) == 2 and abs(kl[0]) < 1e-6 < kl[1], "the first step begins at the reference"
 
 
 def body_simpo(hosts, directory):

@@ -50,10 +50,7 @@ def taught(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("seed", "steps"),
-    [
-        pytest.param(0, 80, id="first-steps"),
-        *(pytest.param(seed, None, id=f"seed-{seed}") for seed in (0, 1, 2)),
-    ],
+    [pytest.param(0, 80, id="first-steps"), *(pytest.param(seed, None, id=f"seed-{seed}") for seed in (0, 1, 2))],
 )
 def test_the_reward_rises_by_a_fifth_in_less_than_ten_minutes(tmp_path, taught, seed, steps):
     """With the learning rate constant, the first steps of a run are those of a shorter one."""

@@ -55,11 +55,7 @@ def body_reference(hosts):
     mesh = make_mesh()
     model = as_trainable(tiny.CONFIG, tiny.placed_weights(mesh, vocab=tiny.vocab_size()))
     fields, questions, tokenizer = runs.fields(), runs.questions(), tiny.tokenizer()
-    engine = Engine(
-        fields.rollout.engine_config("float32", runs.ROW),
-        mesh,
-        vocab_size=token_count(tokenizer),
-    )
+    engine = Engine(fields.rollout.engine_config("float32", runs.ROW), mesh, vocab_size=token_count(tokenizer))
     objective, optimizer = runs.objective_of(fields, **runs.AHEAD), optax.sgd(RATE)
 
     @eqx.filter_jit

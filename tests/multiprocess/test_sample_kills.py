@@ -81,21 +81,13 @@ def write_config(path, checkpoint, run_id, **values):
     return path
 
 
-SOME = [(2, 0), (2, "all")]
-MORE = [(2, 1), (4, "all"), (1, "all"), (2, 0), (4, 3), (2, "all")]
+KILLS = [(2, 1), (4, "all"), (1, "all"), (2, 0), (4, 3), (2, "all")]
 """Processes, and which of them is killed: all of two when all rows are there, while they are gathered and merged."""
 
 
 @pytest.mark.nightly  # in make slow: a run that is cut off in test_sample.py
-@pytest.mark.parametrize(
-    ("mode", "kills"),
-    [
-        ("host_data_parallel", SOME),
-        pytest.param("host_data_parallel", MORE, marks=pytest.mark.nightly),
-        pytest.param("global_mesh", MORE, marks=pytest.mark.nightly),
-    ],
-)
-def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, kills, checkpoint, tmp_path):
+@pytest.mark.parametrize("mode", ["host_data_parallel", "global_mesh"])
+def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, checkpoint, tmp_path):
     draw = random.Random(mode)
     with open(tmp_path / "log", "w+", encoding="utf-8") as log:
         whole = write_config(tmp_path / "whole.yaml", checkpoint, "whole", inference_mode=mode)
@@ -103,7 +95,7 @@ def test_whatever_is_killed_whenever_every_row_comes_out_once(mode, kills, check
         killed = write_config(tmp_path / "killed.yaml", checkpoint, "killed", inference_mode=mode)
         directory, total = tmp_path / "killed" / "samples", PROMPTS * GENERATIONS
         last = 0
-        for processes, whom in kills:
+        for processes, whom in KILLS:
             before = rows(directory)
             assert before >= last, "what was on disk stays there"
             last = before

@@ -19,8 +19,6 @@ DPO = ["--config_path", "config/dpo_tiny.yaml", "--trainer.run_id", "run", "--in
 DPO += ["--trainer.num_train_steps", "10", "--trainer.steps_per_eval", "5", "--data.length_buckets", "[20]"]
 DPO += ["--data.validation_urls", "[data/preferences/as_asked_held_out.jsonl]", "--trainer.checkpointer.every", "5"]
 DPO += ["--trainer.checkpointer.keep.newest", "9"]
-KTO = ["--objective", "{type: kto, beta: 0.5}", "--data.format", "unpaired_preference"]
-SHORT = ["--trainer.num_train_steps", "4", "--trainer.steps_per_eval", "2", "--trainer.checkpointer.every", "2"]
 ADAPTERS = ["--model", "null", "--lora.r", "4", "--lora.alpha", "16", "--trainer.num_train_steps", "5"]
 
 
@@ -89,61 +87,3 @@ def test_the_reference_is_the_first_model_on_every_host_and_after_a_resume(tmp_p
         assert launches[name]["reference_logprobs"] == steps + launches[name]["eval_step"]
     assert launches["first"]["frozen_copy"] == launches["again"]["frozen_copy"] == 1
     assert not launches["adapters"]["frozen_copy"], "without its adapters the model is its own reference"
-
-
-def middle_body(hosts, directory, further):
-    """A run of four steps, and the same from its middle; exit codes and launches of the reference's program."""
-    from lockstep.main.arguments import parse_arguments
-    from lockstep.training import TrainPreferenceConfig, train
-
-    def run(name):
-        arguments = [*DPO, *SHORT, *further, "--trainer.log_dir", str(Path(directory) / name)]
-        config = parse_arguments(TrainPreferenceConfig, arguments)
-        with record_launches() as launches:
-            code = train(config, hosts)
-        return code, sum("lockstep_reference_logprobs" in launched for launched in launches)
-
-    found = {"first": run("first")}
-    hosts.barrier("first")
-    if hosts.is_leader:
-        shutil.copytree(f"{directory}/first", f"{directory}/again")
-        shutil.rmtree(f"{directory}/again/run/checkpoints/step-4")
-    hosts.barrier("again")
-    return found | {"again": run("again")}
-
-
-@pytest.mark.nightly  # in make slow: test_train_simpo.py
-def test_kto_has_one_reference_point_on_every_host_and_goes_on_bit_for_bit(tmp_path):
-    """The first model is its own reference: every loss is a half, and from then on the two kinds part."""
-    lines = Path("data/preferences/as_asked.jsonl").read_text(encoding="utf-8").splitlines()[:60]
-    records = []
-    for number, pair in enumerate(map(json.loads, lines)):
-        (*prompt, answer) = pair["rejected" if number % 3 else "chosen"]
-        records.append(json.dumps({"prompt": prompt, "completion": [answer], "label": number % 3 == 0}))
-    (tmp_path / "unpaired.jsonl").write_text("\n".join(records), encoding="utf-8")
-    further = [*KTO, "--data.train_urls", f"[{tmp_path}/unpaired.jsonl]"]
-    further += ["--data.validation_urls", f"[{tmp_path}/unpaired.jsonl]"]
-    results = run_processes(middle_body, processes=2, devices=2, args=(str(tmp_path), further), timeout_s=400)
-    assert results[0] == results[1]
-    assert [code for code, _ in results[0].values()] == [0, 0]
-    assert results[0]["first"][1] == 4 + 2 * 4, "one for each batch of 32 that is trained, and of 16 held out"
-    first, again = (metrics(tmp_path / name, "train/") for name in ("first", "again"))
-    assert first[1]["loss"] == pytest.approx(0.5, abs=1e-5) and abs(first[1]["kl"]) < 1e-5
-    assert first[4]["rewards/chosen"] > first[4]["rewards/rejected"] and first[4]["loss"] < first[2]["loss"]
-    assert again == first and list(first) == [1, 2, 3, 4]
-    held_out = metrics(tmp_path / "first", "eval/")
-    assert metrics(tmp_path / "again", "eval/") == held_out and sorted(held_out) == [2, 4]
-    assert held_out[4]["rewards/chosen"] > held_out[4]["rewards/rejected"]
-
-
-@pytest.mark.nightly  # in make slow: unit/training/step/test_renewal.py
-def test_a_renewed_reference_is_in_the_checkpoint(tmp_path):
-    """Renewed after step 2, it is in that checkpoint: with the first model again, later margins would be others."""
-    further = ["--reference_every", "2", "--reference_mixup", "0.9"]
-    results = run_processes(middle_body, processes=2, devices=2, args=(str(tmp_path), further), timeout_s=400)
-    assert results[0] == results[1]
-    assert [code for code, _ in results[0].values()] == [0, 0]
-    first, again = (metrics(tmp_path / name, "train/") for name in ("first", "again"))
-    assert again == first and list(first) == [1, 2, 3, 4]
-    assert first[3]["rewards/margins"] > 0, "the model moves on from it"
-    assert metrics(tmp_path / "again", "eval/") == metrics(tmp_path / "first", "eval/")

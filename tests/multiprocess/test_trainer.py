@@ -105,33 +105,6 @@ def test_all_hosts_are_in_one_profiler_trace(tmp_path):
         assert steps == {1, 2} and any("lockstep_train_step" in name for name in names)
 
 
-def body_slices(hosts):
-    """Mesh, losses and samples of a run whose two processes are one slice, and of one in which each is a slice.
-
-    One run learns texts and samples, another learns preferences by SimPO.
-    """
-    from lockstep.training import OptimizerConfig, TokenizedRows, Trainer, TrainerConfig
-    from lockstep.training.objectives import SimpoConfig
-    from tests import tiny
-
-    found = []
-    rng = np.random.default_rng(2)
-    pairs = {"tokens": rng.integers(0, 64, (32, 2, 16)).astype(np.int32), "loss_mask": rng.random((32, 2, 16)) < 0.6}
-    for slices in ("1", "2"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MEGASCALE_NUM_SLICES", slices)
-            trainer = tiny.make_trainer("auto", STEPS, hosts)
-            losses, texts = sampled(trainer, hosts)
-            simpo = TrainerConfig(num_train_steps=STEPS, train_batch_size=16, per_device_parallelism=2)
-            optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0).build(STEPS)
-            preferring = Trainer(simpo, optimizer, SimpoConfig(), hosts)
-            preferring.add_hook(lambda info, losses=losses: losses.append(info.loss))
-            preferring.train(tiny.init_model(preferring), TokenizedRows(columns=pairs, seed=0))
-            assert len(losses) == 2 * STEPS
-            found.append({"mesh": dict(trainer.mesh.shape), "losses": losses, "texts": texts})
-    return found
-
-
 def sampled(trainer, hosts):
     """Losses and samples of a run of four steps."""
     from lockstep.callback import InferenceEvalConfig, SampleCallback
@@ -161,13 +134,3 @@ def test_rows_split_over_two_hosts_have_the_losses_and_samples_of_whole_rows(sha
         np.testing.assert_allclose(losses, whole[0], rtol=1e-5)
         assert texts == whole[1] and len(losses) == STEPS
     assert len(results[0][0][1]) == 2 * 3
-
-
-@pytest.mark.nightly  # in make slow: GRPO on two slices in test_train_grpo.py
-def test_two_slices_have_the_losses_and_samples_of_one():
-    results = run_processes(body_slices, processes=2, devices=2, timeout_s=300)
-    for one, two in results:
-        assert one["mesh"] == {"dp": 1, "fsdp": 4, "tp": 1} and two["mesh"] == {"dcn": 2, "dp": 1, "fsdp": 2, "tp": 1}
-        np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-5)
-        assert two["texts"] == one["texts"]
-    assert len(results[0][0]["texts"]) == 2 * 3

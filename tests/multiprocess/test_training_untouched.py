@@ -71,11 +71,7 @@ def train(hosts, mesh_shape, layout):
             "rows": [row.to_dict() for row in tracker.rows],
             "scalars": sorted(tracker.scalars.get(EVERY, {})),
         }
-    return found | {
-        "losses": losses,
-        "train_step_traces": trainer.train_step_traces,
-        "launches": launches,
-    }
+    return found | {"losses": losses, "train_step_traces": trainer.train_step_traces, "launches": launches}
 
 
 def body(hosts, mesh_shape, layout):

@@ -1,21 +1,16 @@
 """Our rollout for Tunix's learners on two processes: every one gets the answers that one process gets."""
 
 import dataclasses
-from unittest import mock
 
 import jax
 import pytest
 
-import lockstep.engine.engine as engine_module
 from lockstep.errors import ConfigError, HostError
 from tests import tiny
 from tests import tunix_models as models
 from tests.multiprocess.harness import run_processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-
-LITTLE = 1 << 18
-"""Bytes that are not enough for all prompts at a time."""
 
 
 def setting():
@@ -57,23 +52,3 @@ def test_every_process_has_the_answers_that_one_process_has():
     assert one[:2] == other[:2] and one[0] == tokens and len(one[2]) == 3
     for row, expected in zip(one[1], logprobs, strict=True):
         assert row == pytest.approx(expected, abs=1e-5)
-
-
-def uneven(hosts):
-    """Prompts per prefill, and tokens: where all have plenty of memory, then where the last process has little."""
-    from lockstep.tunix import Rollout
-
-    mesh, config, options = setting()
-    measure, found = engine_module.free_bytes, []
-    for free in (None, LITTLE if hosts.index == hosts.count - 1 else None):
-        made = Rollout(mesh=mesh, **options)
-        with mesh, mock.patch.object(engine_module, "free_bytes", lambda *given, free=free: free or measure(*given)):
-            output = made.generate(["What is 12 plus 7?", "one", "two"], config)
-        found += [made.engine.sizing.sizes.prefill_rows, [each.tolist() for each in output.tokens]]
-    return found
-
-
-@pytest.mark.nightly  # in make slow: test_free_memory.py
-def test_every_process_prepares_for_the_least_memory_of_all():
-    one, other = run_processes(uneven, timeout_s=600, processes=2, devices=2)
-    assert one == other and one[0] > one[2] and one[1] == one[3]

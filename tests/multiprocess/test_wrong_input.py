@@ -136,33 +136,20 @@ def test_requests_that_differ_are_found_by_the_engine(results):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "parts"),
+    ("arguments", "parts"),
     [
-        pytest.param(["--inference_eval.page_sise", "8"], {}, ["page_sise", "page_size"], marks=pytest.mark.nightly),
-        pytest.param(
-            [],
-            {"REQUIRE_JAX_PROCESS_COUNT": "3"},
-            ["has 2 process", "requires 3", "Start the command on every worker"],
-            marks=pytest.mark.nightly,  # in make slow: test_guardrails_stop_every_process_at_once
-        ),
-        pytest.param(
-            [],
-            {"REQUIRE_JAX_PROCESS_COUNT": "1"},
-            ["has 2 process", "requires 1", "change the requirement"],
-            marks=pytest.mark.nightly,  # the check of the case above
-        ),
+        pytest.param(["--inference_eval.page_sise", "8"], ["page_sise", "page_size"], marks=pytest.mark.slow),
         pytest.param(
             ["--model", "null", "--initialize_from_hf", "tests/golden/llama3"],
-            {},
             ["tokenizer and model vocabulary do not match", "largest token id", "Use the tokenizer"],
             marks=pytest.mark.nightly,
         ),
     ],
-    ids=["unknown key", "one process fewer", "one process more", "tokenizer of another model"],
+    ids=["unknown key", "tokenizer of another model"],
 )
-def test_command_line_mistakes_end_every_process_and_are_said_once(arguments, environment, parts, tmp_path):
+def test_command_line_mistakes_end_every_process_and_are_said_once(arguments, parts, tmp_path):
     command = ["lockstep", "train-lm", "--config_path", "config/demo.yaml", "--trainer.log_dir", str(tmp_path)]
-    run = run_command([*command, *arguments], env=environment, timeout_s=120)
+    run = run_command([*command, *arguments], timeout_s=120)
     assert run.code != 0
     errors = [line for line in run.output.splitlines() if "error: " in line]
     assert len(errors) == 1, run.output

@@ -54,13 +54,7 @@ def main() -> int:
 if __name__ == "__main__":
     lockstep.run_main(main)
 """
-REVEALED = [
-    "int",
-    "float",
-    "list[lockstep.types.Completion]",
-    "lockstep.types.FinishReason",
-    "bool",
-]
+REVEALED = ["int", "float", "list[lockstep.types.Completion]", "lockstep.types.FinishReason", "bool"]
 WRONG = """
 import lockstep
 

@@ -93,11 +93,7 @@ FEWER = dataclasses.replace(CONFIG, experts=dataclasses.replace(CONFIG.experts, 
 
 @pytest.mark.parametrize(
     ("config", "products", "slice_name"),
-    [
-        (CONFIG, 3, "v5p-8"),
-        (FEWER, 3, "v5p-16"),
-        (GPT_OSS, 2, "v5p-8"),
-    ],
+    [(CONFIG, 3, "v5p-8"), (FEWER, 3, "v5p-16"), (GPT_OSS, 2, "v5p-8")],
     ids=["qwen3_moe", "16 experts", "gpt_oss"],
 )
 def test_a_gradient_multiplies_by_the_kernel_and_is_scattered_while_it_is_summed(

@@ -46,9 +46,7 @@ GEMMA3 = LlamaConfig(
 )
 # The layers of a kind have a factor of scores, too, and norms are over all heads together.
 OLMO3 = Olmo3Config(
-    **SIZES,
-    rope=find_preset("olmo-3-7b").config.rope,
-    variant=Olmo3Variant(sliding_window=512, full_attention_every=3),
+    **SIZES, rope=find_preset("olmo-3-7b").config.rope, variant=Olmo3Variant(sliding_window=512, full_attention_every=3)
 )
 
 

@@ -334,10 +334,6 @@ def test_a_kernel_beyond_the_vector_memory_is_told_as_such():
     assert "leave the blocks to it" in last and int(last.split()[-2]) > int(last.split()[-1]) > 0
 
 
-def nightly(*case):
-    return pytest.param(*case, marks=pytest.mark.nightly)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "slice_", "attention"),
@@ -388,15 +384,15 @@ def test_what_the_pages_show_of_the_plan_for_a_v5p_64_is_printed(name, cache):
     ("name", "slice_"),
     [
         ("sampler/gsm8k_qwen25_3b_v6e_8", "v6e-8"),
-        nightly("sampler/sample_qwen3_30b_a3b_v6e_16", "v6e-16"),
-        nightly("lm_llama31_8b_128k_v5p_64", "v5p-64"),
-        nightly("grpo_gsm8k_qwen3_30b_a3b_v5p_64", "v5p-64"),
-        nightly("grpo_gsm8k_qwen25_3b_v6e_8", "v6e-8"),
-        nightly("grpo_gsm8k_qwen25_3b_v6e_16", "v6e-16"),
-        nightly(SAMPLER, "v5p-16"),
-        nightly(f"{SAMPLER}_real", "v5p-16"),
-        nightly(f"{SAMPLER}_128prompts_2048_hostdp_wandb_v5p16", "v5p-16"),
-        nightly(f"{SAMPLER}_128prompts_2048_hostdp_wandb_v5p32", "v5p-32"),
+        ("sampler/sample_qwen3_30b_a3b_v6e_16", "v6e-16"),
+        ("lm_llama31_8b_128k_v5p_64", "v5p-64"),
+        ("grpo_gsm8k_qwen3_30b_a3b_v5p_64", "v5p-64"),
+        ("grpo_gsm8k_qwen25_3b_v6e_8", "v6e-8"),
+        ("grpo_gsm8k_qwen25_3b_v6e_16", "v6e-16"),
+        (SAMPLER, "v5p-16"),
+        (f"{SAMPLER}_real", "v5p-16"),
+        (f"{SAMPLER}_128prompts_2048_hostdp_wandb_v5p16", "v5p-16"),
+        (f"{SAMPLER}_128prompts_2048_hostdp_wandb_v5p32", "v5p-32"),
     ],
 )
 def test_every_pod_configuration_fits_its_slice(name, slice_, cache):

@@ -75,8 +75,7 @@ def test_programs_on_tpu7x(tensor: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("model", "slice_name", "tensor", "batch"),
-    [("qwen2.5-3b", "v5p-16", 1, 64), ("llama-3.1-8b", "v6e-16", 4, 256)],
+    ("model", "slice_name", "tensor", "batch"), [("qwen2.5-3b", "v5p-16", 1, 64), ("llama-3.1-8b", "v6e-16", 4, 256)]
 )
 def test_predicted_memory_of_other_sizes(model: str, slice_name: str, tensor: int, batch: int) -> None:
     """A tied vocabulary that is large beside the layers, and batches whose vocabulary does not fit vector memory."""

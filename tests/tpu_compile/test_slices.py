@@ -73,7 +73,7 @@ def test_slices_exchange_each_gradient_once_a_step_and_nothing_between_microbatc
 
 
 @pytest.mark.nightly  # in make slow: two slices in test_planner.py
-@pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.parametrize("repeats", [1, 2])
 def test_stages_hand_on_one_microbatch_at_a_time_and_add_up_what_both_have_once_a_step(repeats):
     mesh = make_mesh("pp=2,fsdp=-1", topology("2xv6e-4").devices)
     config, batch = dataclasses.replace(CONFIG, num_layers=4), 4 * data_shards(mesh)

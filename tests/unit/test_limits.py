@@ -144,10 +144,7 @@ ALLOWED = {
         "Path(f'/proc/{pid}/stat').read_text": KERNEL,
     },
     "hosts/liveness.py": {"Path(folder, name).read_text": KERNEL},
-    "limits.py": {
-        "filesystem.cat_file": "its size was looked at",
-        "filesystem.cat_ranges": "up to the limit",
-    },
+    "limits.py": {"filesystem.cat_file": "its size was looked at", "filesystem.cat_ranges": "up to the limit"},
     "job_key.py": {"(directory / f'{part}.pem').read_text": OWN},
     "main/demo.py": {"(importlib.resources.files('lockstep.main') / 'demo.yaml').read_text": OWN},
     "doctor/layout_rounds.py": {"(self._directory / layout / 'samples.jsonl').read_text": OWN},

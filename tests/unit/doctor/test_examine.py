@@ -144,9 +144,7 @@ SMALL = Sizes(dtype="float32", read=64, rows=1, product=32, read_turns=(1, 3), p
 def joined(monkeypatch):
     """Each thread joins the job that it was given."""
     monkeypatch.setattr(
-        module,
-        "join",
-        lambda config: JoinResult(hosts=HERE.get(), finding=Finding.ok("job", "3 processes joined")),
+        module, "join", lambda config: JoinResult(hosts=HERE.get(), finding=Finding.ok("job", "3 processes joined"))
     )
 
 

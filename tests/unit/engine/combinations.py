@@ -68,12 +68,12 @@ def engine_of(family: str, config: int) -> Engine:
     return engine
 
 
-def answer(case: Case, hosts: Any = None) -> list[Completion]:
+def answer(case: Case) -> list[Completion]:
     """Runs a case; nothing may be compiled beyond what `engine_of` did."""
     engine = engine_of(case.family, case.config)
     before = engine.compilations
     requests = [pool()[at] for at in case.prompts]
-    got = engine.generate(model_on(CONFIGS[case.config][0], FAMILIES[case.family]), requests, hosts=hosts)
+    got = engine.generate(model_on(CONFIGS[case.config][0], FAMILIES[case.family]), requests)
     assert engine.compilations == before, "a program was compiled for requests that were prepared for"
     return got
 

@@ -28,10 +28,7 @@ from lockstep.errors import ConfigError
         ({"layout": {"tensor": 0}}, "layout is {'tensor': 0}; it must be"),
         ({"layout": {"tensor": 2, "replica": 2}}, "layout is {'tensor': 2, 'replica': 2}; it must be"),
         ({"layout": {"replica": 2}}, "layout is {'replica': 2}; it must be"),
-        (
-            {"layout": {"tensor": 2, "replicas": 1}},
-            r"it must be .*, or \{tensor: 1, replicas: M\} with N and M",
-        ),
+        ({"layout": {"tensor": 2, "replicas": 1}}, r"it must be .*, or \{tensor: 1, replicas: M\} with N and M"),
         (
             {"layout": {"tensor": 4, "expert": 2}},
             r"it must be .*, \{tensor: N, expert: N or 1\} for a model with experts",

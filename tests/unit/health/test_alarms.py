@@ -94,8 +94,7 @@ def test_a_state_that_comes_by_and_by_is_told():
 
 
 @pytest.mark.parametrize(
-    ("counts", "told"),
-    [([0, 1, 1, 4, 11, 18, 16, 18], 5), ([0, 0, 4, 11, 18, 18], 4), ([0, 4, 11, 18, 25, 30], 3)],
+    ("counts", "told"), [([0, 1, 1, 4, 11, 18, 16, 18], 5), ([0, 0, 4, 11, 18, 18], 4), ([0, 4, 11, 18, 25, 30], 3)]
 )
 def test_a_state_that_comes_by_and_by_from_the_first_rounds_on_is_told_within_two_of_an_eighth(counts, told):
     # Found by benchmarks/spoiled_runs.py: half of the rows of a fine-tuning repeat their text.

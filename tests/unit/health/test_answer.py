@@ -16,8 +16,7 @@ from tests import tiny
 END, SPECIAL = 1, 2
 CHATML = Vocabulary(special=frozenset({SPECIAL}), ends=frozenset({END}), parts=frozenset({"<think>", "</think>"}))
 HARMONY = Vocabulary(
-    ends=frozenset({END}),
-    parts=frozenset({"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"}),
+    ends=frozenset({END}), parts=frozenset({"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"})
 )
 PIECE = re.compile(r"\s?[^\W\u3040-\u9fff]+|\s|[\u3040-\u9fff]|[^\w\s]")
 QUESTION = "What is the capital of France?"

@@ -7,14 +7,7 @@ import time
 
 import pytest
 
-from lockstep.exits import (
-    INTERRUPTED,
-    KILLED,
-    SETUP_FAILED,
-    TERMINATED,
-    UNREACHABLE,
-    WORKER_LOST,
-)
+from lockstep.exits import INTERRUPTED, KILLED, SETUP_FAILED, TERMINATED, UNREACHABLE, WORKER_LOST
 from lockstep.launch.attempt import AttemptSpec, RunningAttempt
 from lockstep.launch.backend import Console
 from lockstep.launch.failure import CAUSE_S

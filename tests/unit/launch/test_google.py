@@ -1,32 +1,21 @@
 """`lockstep launch --backend tpu-vm` as a user starts it: real processes on the machines of a fake Google Cloud."""
 
-import json
 import os
 import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.exits import (
-    INTERRUPTED,
-    PREFLIGHT,
-    REFUSED,
-    SETUP_FAILED,
-    TERMINATED,
-    UNREACHABLE,
-    WORKER_LOST,
-)
-from lockstep.launch import BACKENDS, free_port, parse
+from lockstep.exits import INTERRUPTED, PREFLIGHT, REFUSED, SETUP_FAILED, TERMINATED, UNREACHABLE, WORKER_LOST
+from lockstep.launch import BACKENDS, parse
 from lockstep.launch.google import GoogleBackend
 from lockstep.launch.mig import Mig
 from lockstep.launch.tpu_vm import TpuVm
-from tests.fake_cloud.commands import LOADER
-from tests.fake_cloud.laptop import LAUNCHER, ROOT, Laptop
+from tests.fake_cloud.laptop import LAUNCHER, Laptop
 
 SLICE = ["--tpu_name", "pod", "--tpu_type", "v6e-16", "--zone", "us-east5-a", "--project", "p", "--poll_s", "0.05"]
 TWO_HOSTS = ["--tpu_type", "v5p-16"]
@@ -99,7 +88,7 @@ def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(lap
     assert output.count("trying again in") == 1
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_what_was_preempted_is_made_again_and_the_command_started_again(laptop):
     program = """
         file=~/../starts$FAKE_WORKER; echo start >> $file; echo "start $(wc -l < $file)"
@@ -354,63 +343,6 @@ def test_wrong_options(words, text):
     assert text in str(caught.value)
 
 
-def rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.mark.nightly
-@pytest.mark.multiprocess
-def test_a_preempted_training_run_has_the_losses_of_one_that_was_not(laptop):
-    """The whole tiny SimPO run on 4 machines; all of them are taken away between two checkpoints, without notice."""
-    bucket = laptop.directory / "bucket"
-    platform = {
-        "PATH": os.environ["PATH"],
-        **LOADER,
-        "PYTHONPATH": str(ROOT / "src"),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1",
-        "LOCKSTEP_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
-        "LOCKSTEP_NUM_PROCESSES": "4",
-        "LOCKSTEP_PROCESS_ID": "{worker}",
-        **{name: value for name, value in os.environ.items() if name.startswith("JAX_COMPILATION_CACHE")},
-    }
-    (laptop.cloud.directory / "platform.json").write_text(json.dumps(platform))
-
-    def words(name: str) -> list[str]:
-        return [
-            *SLICE, "--name", name, "--venv", str(Path(sys.executable).parents[1]), "--workdir", str(ROOT),
-            "--capacity_type", "spot", "--retries", "1", "--no-preflight", "--",
-            "lockstep", "train-simpo", "--config_path", "config/simpo_tiny.yaml", "--trainer.log_dir", str(bucket),
-            "--trainer.run_id", name, "--trainer.checkpointer", "{every: 5}",
-        ]  # fmt: skip
-
-    plain = laptop.launch(*words("plain"))
-    assert "[0] " in plain and "done: 30 of 30 steps" in plain
-
-    process = laptop.start(*words("spot"))
-    metrics = bucket / "spot" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not metrics.exists() or metrics.read_text().count("train/loss") < 12:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
-    laptop.cloud.preempt("pod")
-    before = len([row for row in rows(metrics) if "train/loss" in row])
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    ordered(output, "queued resource pod is SUSPENDED", "trying again in", "pod: asking for v6e-16",
-            "the run goes on from", "done: 30 of 30")  # fmt: skip
-    assert 12 <= before < 30
-    for file in ("metrics.jsonl", "samples.jsonl"):
-        one, other = rows(bucket / "plain" / file), rows(bucket / "spot" / file)
-        keep = ("step", "train/loss", "prompt_id", "generated_text")
-        picked = [[{key: row[key] for key in keep if key in row} for row in each] for each in (one, other)]
-        assert picked[0] == picked[1] and len(picked[0]) > 5
-    losses = [row["train/loss"] for row in rows(metrics) if "train/loss" in row]
-    assert len(losses) == 30 and losses[-1] < losses[0]
-
-
 MIG_SLICE = ["--backend", "mig", "--tpu_name", "pod", "--zone", "us-east5-a", "--project", "p", "--poll_s", "0.05"]
 
 
@@ -441,21 +373,6 @@ def test_slices_whose_machines_do_not_say_their_number_are_refused(laptop):
         *MIG_SLICE, "--tpu_type", "v5p-16", "--slices", "2", "--setup", "none", "--", "true", code=1
     )  # fmt: skip
     assert "no machine of the first slice says that it is number 0" in output
-
-
-@pytest.mark.nightly
-def test_what_was_preempted_is_made_again(laptop):
-    program = """
-        file=~/../starts$FAKE_WORKER_NUMBER; echo start >> $file; echo "start $(wc -l < $file)"
-        if [ "$(wc -l < $file)" = 1 ]; then sleep 600; fi
-    """
-    options = ["--tpu_type", "v5p-16", "--capacity_type", "spot", "--retries", "1", "--setup", "none"]
-    process = laptop.start(*MIG_SLICE, *options, "--", "sh", "-c", program)
-    output = laptop.read_until(process, "start 1", times=2)
-    laptop.cloud.preempt("pod")
-    output += process.communicate(timeout=300)[0]
-    assert process.returncode == 0 and output.count("start 2") == 2, output
-    assert "is TERMINATED" in output and output.count("pod: asking for v5p-16") == 2
 
 
 @pytest.mark.slow

@@ -60,10 +60,7 @@ def test_directives():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (
-            {"time_limit": "1:00\ntouch pwned"},
-            "--time_limit is '1:00\\\\ntouch pwned'; it must be minutes, min",
-        ),
+        ({"time_limit": "1:00\ntouch pwned"}, "--time_limit is '1:00\\\\ntouch pwned'; it must be minutes, min"),
         ({"time_limit": "1:00 --uid=0"}, "--time_limit is '1:00 --uid=0'"),
         ({"options": ["--constraint=tpu\ntouch pwned"]}, r"--sbatch is '--constraint=tpu.*one option on one line"),
         ({"options": ["touch pwned"]}, "--sbatch is 'touch pwned'"),

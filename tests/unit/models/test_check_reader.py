@@ -272,10 +272,7 @@ BASES = np.stack([rope(theta=100.0)["frequencies"], rope(theta=1e6)["frequencies
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            {
-                "sliding_rope": RotaryConfig(theta=100.0),
-                "layer_types": ("full_attention", "sliding_attention"),
-            },
+            {"sliding_rope": RotaryConfig(theta=100.0), "layer_types": ("full_attention", "sliding_attention")},
             r"variant\.layer_types: the layers with a window",
             marks=pytest.mark.nightly,
         ),
@@ -404,10 +401,7 @@ QKVZ = (5, 5, 21, 21)
 MISREAD = {
     "latent, neighbours": (of_variant(interleaved_rope=False), "variant.interleaved_rope is False: it should be True"),
     "latent, yarn": (of_yarn(attention_factor=1.0), "rope.yarn.attention_factor is 1: it should be 1.13863"),
-    "latent, scale": (
-        of_variant(attention_scale=0.5),
-        "variant.attention_scale is 0.5: it should be 0.316228",
-    ),
+    "latent, scale": (of_variant(attention_scale=0.5), "variant.attention_scale is 0.5: it should be 0.316228"),
     "latent, groups": (of_experts(groups_per_tok=3), "experts.groups_per_tok is 3: it should be 2"),
     "latent, factor": (of_experts(routed_scaling_factor=2.5), "experts.routed_scaling_factor is 2.5: it should be 1.0"),
     "latent, scoring": (of_experts(scoring="sigmoid"), "experts.scoring is sigmoid: it should be biased_sigmoid"),
@@ -456,13 +450,7 @@ MISREAD = {
 
 
 @pytest.mark.nightly  # in make slow: an error in a model with experts
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "latent, values" else pytest.mark.nightly)
-        for name in MISREAD
-    ],
-)
+@pytest.mark.parametrize("name", MISREAD)
 def test_what_is_wrong_with_a_latent_or_a_memory_is_named(compiled, name):
     model = model_on("1,1,1", {"latent": FAMILIES["latent"], "linear": LINEAR, "split": SPLIT}[name.partition(",")[0]])
     forward = jax.jit(lambda ids: model(hax.named(ids, ("batch", "position"))).array)

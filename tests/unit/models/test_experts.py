@@ -124,10 +124,7 @@ def test_the_busiest_device_is_that_of_even_draws(tokens: int, devices: int) -> 
         ({"scoring": "relu"}, "experts.scoring is 'relu'; it must be one of softmax, sigmoid"),
         ({"num_experts": 0}, "experts.num_experts is 0; it must be at least 1"),
         ({"num_experts_per_tok": 9}, "is 9 and experts.num_experts is 8; a token has no more experts than there are"),
-        (
-            {"mlp_only_layers": (2, 1)},
-            "mlp_only_layers is [2, 1]; it must be numbers of layers from 0, each once",
-        ),
+        ({"mlp_only_layers": (2, 1)}, "mlp_only_layers is [2, 1]; it must be numbers of layers from 0, each once"),
         ({"shared_router": True}, "experts.shared_intermediate_dim is null: there is no shared expert"),
         ({"router_z_coef": -1.0}, "experts.router_z_coef is -1.0; it must be at least 0"),
     ],

@@ -101,7 +101,7 @@ def test_a_family_says_what_levanter_says(name):
 
 
 @pytest.mark.nightly  # in make slow: the families above
-@pytest.mark.parametrize("name", some_nightly(UNSTACKED, nightly=sorted(set(UNSTACKED) - {"olmo2"})))
+@pytest.mark.parametrize("name", UNSTACKED)
 def test_layers_need_not_be_stacked(name):
     check(models.build(UNSTACKED[name]))
 

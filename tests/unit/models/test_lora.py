@@ -151,10 +151,7 @@ def test_samples_are_those_of_the_merged_model(family, lora, layout):
         ({"r": 0}, "lora.r is 0; a rank must be at least 1. Raise it, or leave lora out."),
         ({"alpha": 0.0}, r"lora.alpha is 0.0; it must be a number above 0"),
         ({"alpha": float("nan")}, r"lora.alpha is nan"),
-        (
-            {"target_modules": ()},
-            r"lora.target_modules is \[\]; it must be all-linear alone, or one or more of q_",
-        ),
+        ({"target_modules": ()}, r"lora.target_modules is \[\]; it must be all-linear alone, or one or more of q_"),
         ({"target_modules": ("q_proj", "query")}, r"lora.target_modules has 'query'; it must be all-linear alone"),
         ({"target_modules": ("all-linear", "q_proj")}, r"lora.target_modules has 'all-linear'"),
         ({"target_modules": ("q_proj", "q_proj")}, r"is \['q_proj', 'q_proj'\]; .* each once"),

@@ -90,8 +90,7 @@ def declared_shapes(cls: type) -> dict[str, tuple[int, ...]]:
         Qwen3Config(**SIZES),
         Qwen3MoeConfig(**SIZES, experts=Experts(num_experts=5, intermediate_dim=8)),
         Qwen2MoeConfig(
-            **SIZES,
-            experts=Experts(num_experts=5, intermediate_dim=8, shared_intermediate_dim=9, shared_router=True),
+            **SIZES, experts=Experts(num_experts=5, intermediate_dim=8, shared_intermediate_dim=9, shared_router=True)
         ),
         LlamaConfig(
             **SIZES,

@@ -11,13 +11,7 @@ import pytest
 from flax import nnx
 
 from lockstep.models import UnreadableModelError, UnreadParameterError, check_all_read, named_parameters, read_decoder
-from lockstep.models.registry import (
-    class_name,
-    has_reader,
-    read_registered,
-    register_reader,
-    registered_classes,
-)
+from lockstep.models.registry import class_name, has_reader, read_registered, register_reader, registered_classes
 from tests.tiny import CONFIG, numpy_weights
 
 

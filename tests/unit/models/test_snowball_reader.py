@@ -104,18 +104,17 @@ def test_exact_numerics_refuse_it_by_name() -> None:
 
 
 WHOLE = dataclasses.replace(CONFIG, num_experts=4, shared_expert_intermediate_dim=20)
-nightly = pytest.mark.nightly
 
 
 @pytest.mark.nightly  # in make slow: unit/models/test_levanter_reader.py
 @pytest.mark.parametrize(
     ("config", "sizes", "layout"),
     [
-        pytest.param(CONFIG, ONE, {"tensor": 1}, marks=nightly),
+        (CONFIG, ONE, {"tensor": 1}),
         (CONFIG, (1, 1, 1, 1, 2), {"tensor": 2}),  # by width: 5 experts
-        pytest.param(WHOLE, (1, 1, 1, 2, 2), {"tensor": 2}, marks=nightly),
-        pytest.param(WHOLE, (1, 2, 1, 1, 2), {"tensor": 4}, marks=nightly),  # two devices share a kv head
-        pytest.param(CONFIG, (1, 2, 1, 1, 1), "training", marks=nightly),
+        (WHOLE, (1, 1, 1, 2, 2), {"tensor": 2}),
+        (WHOLE, (1, 2, 1, 1, 2), {"tensor": 4}),  # two devices share a kv head
+        (CONFIG, (1, 2, 1, 1, 1), "training"),
     ],
 )
 def test_tokens_are_those_of_levanters_forward(

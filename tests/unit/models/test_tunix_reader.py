@@ -9,14 +9,7 @@ from tunix.generate.mappings import BackendMappingMixin
 from tunix.models.qwen3 import model as qwen3
 
 from lockstep.engine import Engine, EngineConfig
-from lockstep.models import (
-    LayerKind,
-    RotaryConfig,
-    UnreadableModelError,
-    check_reader,
-    layer_kinds,
-    read_decoder,
-)
+from lockstep.models import LayerKind, RotaryConfig, UnreadableModelError, check_reader, layer_kinds, read_decoder
 from lockstep.types import Request, SamplingParams
 from tests import tunix_models as models
 

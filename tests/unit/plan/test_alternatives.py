@@ -32,9 +32,7 @@ class Work:
 
 def sizing():
     return SimpleNamespace(
-        layout={"tensor": 1},
-        estimate=SimpleNamespace(total_s=6.0),
-        predicted=SimpleNamespace(total=2**33),
+        layout={"tensor": 1}, estimate=SimpleNamespace(total_s=6.0), predicted=SimpleNamespace(total=2**33)
     )
 
 

@@ -107,8 +107,7 @@ def test_auto_plans_with_the_largest_that_works(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "key", "largest"),
-    [(8, "trainer.per_device_parallelism", 2), ("auto", "data.max_seq_len", 128)],
+    ("parallelism", "key", "largest"), [(8, "trainer.per_device_parallelism", 2), ("auto", "data.max_seq_len", 128)]
 )
 def test_a_number_that_was_given_and_other_reasons_stand(monkeypatch, parallelism, key, largest):
     with pytest.raises(InfeasibleError, match="too many"):

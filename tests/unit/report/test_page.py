@@ -10,15 +10,7 @@ import pytest
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report import append_jsonl
-from lockstep.report.page import (
-    MAX_POINTS,
-    SCRIPTS,
-    escape_json,
-    make_payload,
-    read_series,
-    render_page,
-    write_page,
-)
+from lockstep.report.page import MAX_POINTS, SCRIPTS, escape_json, make_payload, read_series, render_page, write_page
 from lockstep.report.saved_rows import find_run
 
 ROOT = Path(__file__).parents[3]

@@ -8,15 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import (
-    Row,
-    SampleRow,
-    append_jsonl,
-    check_pyarrow,
-    read_jsonl,
-    write_inspect_log,
-    write_parquet,
-)
+from lockstep.report import Row, SampleRow, append_jsonl, check_pyarrow, read_jsonl, write_inspect_log, write_parquet
 
 
 def test_parquet_holds_the_merged_rows(tmp_path):

@@ -82,18 +82,9 @@ def test_nothing_heavy_is_imported():
 TOLD = [
     ("test_draws", "A test of hypothesis would draw other examples in each process."),
     ("test_waits", "A coroutine cannot be marked"),
-    (
-        "test_takes_a_model",
-        "The fixture 'model' gives a function, which other processes cannot use: it cannot be",
-    ),
-    (
-        "test_takes_monkeypatch",
-        "The fixture 'monkeypatch' gives a MonkeyPatch, which other processes cannot use: it",
-    ),
-    (
-        "test_has_gpus",
-        "unexpected keyword argument 'gpus'. The marker is processes(count=2, devices=2, ",
-    ),
+    ("test_takes_a_model", "The fixture 'model' gives a function, which other processes cannot use: it cannot be"),
+    ("test_takes_monkeypatch", "The fixture 'monkeypatch' gives a MonkeyPatch, which other processes cannot use: it"),
+    ("test_has_gpus", "unexpected keyword argument 'gpus'. The marker is processes(count=2, devices=2, "),
     ("test_alone", "test_alone uses the fixture hosts, but runs in this process alone. Mark it with"),
 ]
 
@@ -131,10 +122,7 @@ def test_what_cannot_run_in_processes_is_refused_and_nothing_heavy_is_imported(t
 @pytest.mark.parametrize(
     "left_out",
     # Each test that fails ends a group of processes.
-    [
-        pytest.param("test_keeps_the_model", marks=pytest.mark.slow),
-        pytest.param("", marks=pytest.mark.nightly),
-    ],
+    [pytest.param("test_keeps_the_model", marks=pytest.mark.slow), pytest.param("", marks=pytest.mark.nightly)],
 )
 def test_the_example_of_the_page_passes_and_fails_as_it_says(left_out, tmp_path):
     files = example_files()

@@ -25,10 +25,7 @@ def call(name, **arguments):
             '<tool_call>{"arguments": {"n": {"m": [1]}}, "name": "y"}</tool_call>',
             [call("x"), call("y", n={"m": [1]})],
         ),
-        (
-            '<think>Should I <tool_call>?</think>\n\n<tool_call>{"name": "x", "arguments": {}}</tool_call>',
-            [call("x")],
-        ),
+        ('<think>Should I <tool_call>?</think>\n\n<tool_call>{"name": "x", "arguments": {}}</tool_call>', [call("x")]),
         ('<think>{"name": "x"</think>No.', []),
         ('{"name": "add", "parameters": {"a": 1}}', [call("add", a=1)]),
         (' {"parameters": {"a": 1}, "name": "add"} ', [call("add", a=1)]),

@@ -200,11 +200,7 @@ def test_work_that_is_given_up_says_nothing():
 
 
 @pytest.mark.parametrize(
-    ("work", "message"),
-    [
-        (lambda ask: None, "the tasks have no questions"),
-        (lambda ask: exit(3), "SystemExit: 3"),
-    ],
+    ("work", "message"), [(lambda ask: None, "the tasks have no questions"), (lambda ask: exit(3), "SystemExit: 3")]
 )
 def test_work_that_ends_without_a_question_is_an_error(work, message):
     with pytest.raises(LockstepError, match=message):

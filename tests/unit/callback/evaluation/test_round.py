@@ -127,12 +127,7 @@ def raises(ask):
     ("work", "made", "max_seconds", "text"),
     [
         (raises, Engine, 30.0, "PeerError: 1 of 2 processes failed at 'tasks#1/question 1'. process 0: KeyError"),
-        (
-            lambda ask: OVER.wait(60),
-            Engine,
-            0.05,
-            "has lasted 0.05 s (tasks.max_seconds) and the harness",
-        ),
+        (lambda ask: OVER.wait(60), Engine, 0.05, "has lasted 0.05 s (tasks.max_seconds) and the harness"),
         (both, lambda: Engine(FinishReason.BUDGET), 30.0, "has lasted 30 s (tasks.max_seconds) and not all requests"),
         (both, lambda: Engine(fails_on=1), 30.0, "process 1: MemoryError: no room for a batch"),
     ],

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -14,8 +13,6 @@ from tests.unit.engine.combinations import CONFIGS, Case, answer, check, pool
 from tests.unit.engine.models import FAMILIES, mesh_of, model_on
 from tests.unit.engine.random_engines import random_case
 
-QUICK = (("llama3", 0), ("qwen3", 1), ("tied", 3))
-"""Family and configuration of what a short test draws from."""
 TOKENS_PER_TIE = 1000
 """After a tie the rest of an answer cannot be compared: with more of them the comparison would mean little."""
 
@@ -28,40 +25,22 @@ IN_SLOW = (2, 4, 5, 9)
 orders = st.lists(st.sampled_from(range(len(pool()))), min_size=1, max_size=len(pool()), unique=True)
 
 
-def run_cases(examples: int, *drawn: Any) -> None:
-    """Draw ``examples`` cases of (family, configuration, prompts), answer and compare them; ties must be rare."""
-    cases = tokens = ties = 0
+@pytest.mark.nightly
+def test_tokens_depend_on_the_request_alone_in_every_family_and_layout() -> None:
+    tokens, ties = [], []
 
-    @settings(
-        max_examples=examples,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.explicit, Phase.generate),
-    )
-    @given(*drawn)
-    def run(which: tuple[str, int], prompts: list[int]) -> None:
-        nonlocal cases, tokens, ties
-        case = Case(*which, tuple(prompts))
+    @settings(max_examples=200, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
+    @given(st.sampled_from(sorted(FAMILIES)), st.integers(0, len(CONFIGS) - 1), orders)
+    def run(family: str, config: int, prompts: list[int]) -> None:
+        case = Case(family, config, tuple(prompts))
         got = answer(case)
-        ties += check(case, got)
-        tokens += sum(len(completion.tokens) for completion in got)
-        cases += 1
+        ties.append(check(case, got))
+        tokens.append(sum(len(completion.tokens) for completion in got))
 
     each: Callable[[], None] = run
     each()
-    print(f"{ties} ties in {tokens} tokens of {cases} cases")
-    assert cases == examples
-    assert ties <= tokens / TOKENS_PER_TIE
-
-
-@pytest.mark.nightly  # in make slow: the random engines
-def test_tokens_depend_on_the_request_alone() -> None:
-    run_cases(8, st.sampled_from(QUICK), orders)
-
-
-@pytest.mark.nightly
-def test_tokens_depend_on_the_request_alone_in_every_family_and_layout() -> None:
-    every = st.tuples(st.sampled_from(sorted(FAMILIES)), st.integers(0, len(CONFIGS) - 1))
-    run_cases(200, every, orders)
+    print(f"{sum(ties)} ties in {sum(tokens)} tokens of {len(ties)} cases")
+    assert len(ties) == 200 and sum(ties) <= sum(tokens) / TOKENS_PER_TIE
 
 
 @pytest.mark.parametrize(

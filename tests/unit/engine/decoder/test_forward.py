@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,16 +18,13 @@ from lockstep.models import Experts, LlamaConfig, LoraConfig, Variant, merge_lor
 from lockstep.models.families.glm4_moe import Glm4MoeConfig
 from lockstep.models.rope import RotaryConfig
 from lockstep.placement import place
-from lockstep.text import encode, load_tokenizer, read_prompts
 from lockstep.training.objectives.logprobs import token_logprobs
 from lockstep.types import Drafts
 from tests.adapters import GATE_UP, MLPS, with_adapters
 from tests.exact import REQUESTS, bits_of, completed, model_of, trainer_bits
-from tests.unit.engine.models import EXACT, FAMILIES, LLAMA, SIZES, VOCAB, in_bfloat16, mesh_of, model_on, request
+from tests.unit.engine.models import EXACT, FAMILIES, LLAMA, SIZES, VOCAB, in_bfloat16, mesh_of, request
 
 pytestmark = pytest.mark.optimized
-
-DATA = Path(__file__).parents[4] / "data"
 
 
 @pytest.mark.parametrize(
@@ -121,11 +117,7 @@ def test_a_model_with_adapters_and_packed_rows_have_the_same_bits(
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "lora", "dtype"),
-    [
-        ("experts", MLPS, "bfloat16"),
-        ("mixed", MLPS, "float32"),
-        ("gpt_oss", GATE_UP, "bfloat16"),
-    ],
+    [("experts", MLPS, "bfloat16"), ("mixed", MLPS, "float32"), ("gpt_oss", GATE_UP, "bfloat16")],
 )
 def test_experts_with_adapters_have_the_same_bits(family: str, lora: LoraConfig, dtype: str) -> None:
     """Which the engine merges once, the trainer layer by layer."""
@@ -209,8 +201,11 @@ def exact_cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def check_bits(case: dict[str, Any]) -> None:
-    """Both engines and the trainer have the same bits."""
+@pytest.mark.nightly
+@settings(max_examples=12, phases=[Phase.generate])
+@given(case=exact_cases())
+def test_many_models_batches_and_layouts_have_the_same_bits(case: dict[str, Any]) -> None:
+    """Those of both engines and of the trainer."""
     config, dtype, requests = case["config"], case["dtype"], case["requests"]
     answers = [completed(mesh, model_of(mesh, dtype, config), requests, **engine) for mesh, engine in case["engines"]]
     bits = bits_of(answers[0])
@@ -218,31 +213,7 @@ def check_bits(case: dict[str, Any]) -> None:
     assert trainer_bits(case["mesh"], model_of(case["mesh"], dtype, config), answers[0], requests) == bits
 
 
-@pytest.mark.nightly
-@settings(max_examples=12, phases=[Phase.generate])
-@given(case=exact_cases())
-def test_many_models_batches_and_layouts_have_the_same_bits(case: dict[str, Any]) -> None:
-    check_bits(case)
-
-
-DEMO = LlamaConfig(
-    max_seq_len=32, hidden_dim=128, intermediate_dim=384, num_layers=2, num_heads=4, num_kv_heads=4, numerics="exact"
-)
-"""The model of the demo."""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_layouts_have_the_same_128_answers_to_the_questions_of_the_demo(tensor: int) -> None:
-    questions = read_prompts(str(DATA / "grpo" / "held_out.jsonl"))
-    prompts = encode(load_tokenizer(DATA / "demo" / "tokenizer"), questions)
-    requests = [request(at, prompt, 12, temperature=1.0, n_generations=8) for at, prompt in enumerate(prompts)]
-    model = in_bfloat16(model_on("1,4,1", DEMO, vocab=352))
-    alone, split = (bits_of(completed("1,4,1", model, requests, layout={"tensor": size})) for size in (1, tensor))
-    assert len(alone) == 128 and split == alone
-
-
-@pytest.mark.nightly  # in make slow: the test above
+@pytest.mark.nightly  # in make slow: drafts in test_decode.py
 def test_drafts_and_an_audit_find_the_same_bits() -> None:
     model = model_of("1,2,1", "bfloat16")
     plain = completed("1,2,1", model)

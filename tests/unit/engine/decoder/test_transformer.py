@@ -33,11 +33,7 @@ MESHES = {"tensor1": ("1,4,1", "2,2,1"), "training": ("1,2,2", "2,2,1"), "tensor
 COLLECTIVE = re.compile(r"= \S+ (?:all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(")
 QUICK = {"qwen3": ("training",)}
 """Layouts of the families that `make test` runs, which has Llama on two devices by its vocabulary, below."""
-SLOW = {
-    "gemma3": ("tensor2",),
-    "mixed": ("training",),
-    "latent": ("tensor2",),
-}
+SLOW = {"gemma3": ("tensor2",), "mixed": ("training",), "latent": ("tensor2",)}
 """Those of `make slow`, which has gpt-oss on two devices in tests/unit/models/families. The rest are nightly."""
 
 
@@ -49,11 +45,7 @@ def marks(family: str, layout: str) -> list[pytest.MarkDecorator]:
 
 CASES = [
     pytest.param(
-        family,
-        layout,
-        MESHES[layout][i % 2],
-        OPTIONS[(i + 2 * j) % len(OPTIONS)],
-        marks=marks(family, layout),
+        family, layout, MESHES[layout][i % 2], OPTIONS[(i + 2 * j) % len(OPTIONS)], marks=marks(family, layout)
     )
     for i, family in enumerate(FAMILIES)
     for j, layout in enumerate(LAYOUTS)

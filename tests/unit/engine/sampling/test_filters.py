@@ -157,8 +157,7 @@ def test_all_of_the_probability_is_all_tokens_also_those_without_any() -> None:
 
 
 SCORES = st.one_of(
-    st.sampled_from([0.0, -0.0, 1.0, 1.0, -2.5, -math.inf, 1e-30, -1e-40, 80.0]),
-    st.floats(-30, 30, width=32),
+    st.sampled_from([0.0, -0.0, 1.0, 1.0, -2.5, -math.inf, 1e-30, -1e-40, 80.0]), st.floats(-30, 30, width=32)
 )
 
 

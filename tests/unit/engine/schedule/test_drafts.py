@@ -88,8 +88,7 @@ def test_right_drafts_are_verified_in_ever_larger_chunks_and_wrong_ones_once():
 
 
 @pytest.mark.parametrize(
-    ("compared", "right", "first"),
-    [(64, 64, (64, 1)), (8, 8, (8, 5)), (0, 0, (8, 1)), (64, 40, (8, 8)), (64, 6, None)],
+    ("compared", "right", "first"), [(64, 64, (64, 1)), (8, 8, (8, 5)), (0, 0, (8, 1)), (64, 40, (8, 8)), (64, 6, None)]
 )
 def test_what_came_of_the_last_drafts_decides_the_first_launch(compared, right, first):
     answer = answer_alone(request(0, None), 0)[0]

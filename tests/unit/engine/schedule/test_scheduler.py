@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engine.schedule import (
-    Capacity,
-    CopyPagesBatch,
-    DecodeBatch,
-    PrefillBatch,
-    PromptLogprobsBatch,
-    Scheduler,
-)
+from lockstep.engine.schedule import Capacity, CopyPagesBatch, DecodeBatch, PrefillBatch, PromptLogprobsBatch, Scheduler
 from lockstep.types import FinishReason, Request, SamplingParams
 from tests.unit.engine.schedule.fake_device import (
     ROUTED,

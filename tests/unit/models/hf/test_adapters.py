@@ -79,7 +79,7 @@ def test_rows_are_those_of_the_base_as_people_have_it(name, tmp_path):
 @pytest.mark.parametrize(
     ("family", "modules", "dtype"),
     [
-        pytest.param("qwen3", ("q_proj", "o_proj"), "float32", marks=pytest.mark.nightly),
+        ("qwen3", ("q_proj", "o_proj"), "float32"),
         ("qwen3_moe_mixed", ("up_proj",), "bfloat16"),
     ],
 )

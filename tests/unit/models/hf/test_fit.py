@@ -98,11 +98,7 @@ def test_an_adapter_that_is_not_merged_is_refused_by_what_to_do(name: str, tmp_p
 @pytest.mark.parametrize(
     ("family", "key", "text"),
     [
-        (
-            "llama3",
-            "num_hidden_layers",
-            r"has 9999 layers, and the checkpoint in .* has \d+ tensors, fewer than",
-        ),
+        ("llama3", "num_hidden_layers", r"has 9999 layers, and the checkpoint in .* has \d+ tensors, fewer than"),
         ("qwen3_moe", "num_local_experts", r"has 9999 experts, and the checkpoint in .* has \d+ tensors, fewer than"),
     ],
 )

@@ -62,6 +62,7 @@ def test_the_settings_of_the_loop_are_there_again_after_an_error(setting):
     with SETTINGS[setting]():
         before = {option: getattr(jax.config, option, None) for option in OPTIONS}
         with pytest.raises(KeyError), own_settings():
+            assert not jax.config.jax_disable_jit
             assert jax.numpy.ones((2, 3), float).dtype == "float32"
             assert (jax.numpy.ones((2, 3)) + jax.numpy.ones(3, "bfloat16")).shape == (2, 3)
             raise KeyError

@@ -46,10 +46,7 @@ def row_of(number):
 def write_rows(fs, directory, counts):
     first = 0
     for chunk, count in enumerate(counts):
-        with (
-            cache_file(fs, f"{directory}/{chunk}.rows") as rows,
-            cache_file(fs, f"{directory}/{chunk}.index") as index,
-        ):
+        with cache_file(fs, f"{directory}/{chunk}.rows") as rows, cache_file(fs, f"{directory}/{chunk}.index") as index:
             writer = RowWriter(rows, index)
             for number in range(first, first + count):
                 writer.write(row_of(number))

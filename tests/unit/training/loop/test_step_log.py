@@ -12,14 +12,7 @@ from lockstep.placement import make_mesh
 from lockstep.report import NoopTracker
 from lockstep.terminal import Console
 from lockstep.training.loop import step_log
-from lockstep.training.loop.step_log import (
-    Meter,
-    ProgressDisplay,
-    Rate,
-    Throughput,
-    flops_per_token,
-    peak_flops,
-)
+from lockstep.training.loop.step_log import Meter, ProgressDisplay, Rate, Throughput, flops_per_token, peak_flops
 from tests import tiny
 
 CONFIG = LlamaConfig(

@@ -69,8 +69,7 @@ def test_every_host_gets_the_weighted_sums_of_all_answers(count, caplog):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "text"),
-    [(3, "RuntimeError: no opinion"), (6, "returned None, which is not a number")],
+    ("num_tokens", "text"), [(3, "RuntimeError: no opinion"), (6, "returned None, which is not a number")]
 )
 def test_a_reward_that_cannot_work_is_found_before_training(num_tokens, text):
     with pytest.raises(ConfigError, match=rf"picky was tried on the reference answer .*{text}.* a finite number"):

@@ -33,12 +33,7 @@ def test_a_rollout_is_what_it_was():
     [
         (runs.fields(num_iterations=4), 4, COLUMNS, "a run with 2 updates per rollout"),
         (FIELDS, 8, COLUMNS, "a run with 4 questions per rollout"),
-        (
-            runs.fields(num_iterations=2, rollout={"temperature": 0.5}),
-            4,
-            COLUMNS,
-            "with rollout.temperature 1.0",
-        ),
+        (runs.fields(num_iterations=2, rollout={"temperature": 0.5}), 4, COLUMNS, "with rollout.temperature 1.0"),
         (FIELDS, 4, GrpoConfig().columns(9, on_policy=True), "rows have 7 tokens .* now they have 9 tokens"),
     ],
 )

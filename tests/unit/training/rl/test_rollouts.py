@@ -384,10 +384,7 @@ def test_a_reference_goes_with_its_coefficient():
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        (
-            {"temperature": 0.5},
-            r"the temperature of the loss is 0\.5 and that of the rollouts is 1\.0: .* Use Grpo",
-        ),
+        ({"temperature": 0.5}, r"the temperature of the loss is 0\.5 and that of the rollouts is 1\.0: .* Use Grpo"),
         (
             {"vocab_size": None},
             r"the vocab_size of the loss is None and that of the tokenizer is \d+: .* Use GrpoConfig",

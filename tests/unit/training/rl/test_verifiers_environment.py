@@ -42,11 +42,7 @@ def test_tasks_are_questions_and_tools_are_described():
     [
         ("no-such-taskset", {}, "verifiers cannot load .*no-such-taskset"),
         ("lockstep-sums", {"size": 1}, "cannot load .*size"),
-        (
-            "lockstep-debate",
-            {},
-            "Debate of .* has the agents pro, contra; only one, the model",
-        ),
+        ("lockstep-debate", {}, "Debate of .* has the agents pro, contra; only one, the model"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(taskset, settings, error):

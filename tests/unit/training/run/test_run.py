@@ -58,14 +58,7 @@ def test_a_validation_without_files_is_refused(key, tmp_path):
 def test_a_function_that_one_host_lacks_is_found_by_all_before_anything_is_read(key, tmp_path):
     value = "[no_such_module:act]" if key == "metrics" else "no_such_module:act"
     given = ["--tokenizer", tiny.TOKENIZER, "--model.type", "llama", "--data.train_urls", "[a.jsonl]"]
-    given += [
-        "--inference_eval.prompts",
-        "[Why]",
-        f"--inference_eval.{key}",
-        value,
-        "--trainer.log_dir",
-        str(tmp_path),
-    ]
+    given += ["--inference_eval.prompts", "[Why]", f"--inference_eval.{key}", value, "--trainer.log_dir", str(tmp_path)]
     config = parse_arguments(TrainLmConfig, given)
     with pytest.raises(PeerError, match="module 'no_such_module' could not be imported"):
         train(config, Hosts(MemoryClient.hub(1)[0]))

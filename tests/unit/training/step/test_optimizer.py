@@ -310,10 +310,7 @@ def test_every_optimizer_trains_on_a_mesh_and_its_large_arrays_are_sharded(kind)
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        (
-            {"type": "lion", "epsilon": 1e-6},
-            "epsilon is 1e-06, for which lion has no use; it has beta1, beta2",
-        ),
+        ({"type": "lion", "epsilon": 1e-6}, "epsilon is 1e-06, for which lion has no use; it has beta1, beta2"),
         ({"adam_lr": 0.1}, "optimizer.adam_lr is 0.1, for which adamw has no use"),
         ({"warmup": 2.5}, "optimizer.warmup is 2.5; it must be a fraction of the run, up to 1, or a whole number of"),
         ({"momentum": 0.9}, "optimizer.momentum is 0.9, for which adamw has no use"),

@@ -75,10 +75,7 @@ def test_loss_and_gradient_are_those_of_one_device(packed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "values"),
-    [
-        pytest.param("cp=4", {"length": 2048}, marks=pytest.mark.nightly),
-        ("fsdp=2,cp=2", {"attn_backend": "vanilla"}),
-    ],
+    [pytest.param("cp=4", {"length": 2048}, marks=pytest.mark.nightly), ("fsdp=2,cp=2", {"attn_backend": "vanilla"})],
 )
 def test_in_blocks_of_queries_and_with_all_scores(mesh, values):
     check(differentiate("1,1,1", 1, **values), differentiate(mesh, 4, **values))
