@@ -181,6 +181,7 @@ def show_log(level: int) -> None:
     package = logging.getLogger(__package__)
     package.handlers, package.propagate = [handler], False
     package.setLevel(level)
+    get_logger("absl")  # orbax logs the stack of a save that fails; `Checkpointer` says so in a line
 
 
 @contextlib.contextmanager

@@ -159,6 +159,13 @@ def test_a_full_disk_is_one_line_of_the_log(logged):
     assert stream.getvalue() == "the tracker failed\nOSError: [Errno 28] No space left on device: 'rows'\n"
 
 
+def test_a_command_has_no_stack_of_orbax_for_a_full_disk(caplog):
+    show_log(logging.INFO)
+    error = ValueError("RESOURCE_EXHAUSTED: No space left on device")
+    logging.getLogger("absl").error("a thread raised", exc_info=(type(error), error, None))
+    assert caplog.records[-1].exc_text == "ValueError: RESOURCE_EXHAUSTED: No space left on device"
+
+
 def test_an_error_has_no_lines_of_tensorstores_code():
     error = ValueError("no space [os_error_code='28'] [source locations='a.cc:336\nb.cc:19']")
     assert error_text(error) == "ValueError: no space [os_error_code='28']"
