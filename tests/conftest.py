@@ -44,19 +44,33 @@ def _used_cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
+_MARKS = "slow|nightly|optimized"  # by which `make` selects
+
+
 @functools.cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
 def _marks_named_in(path: Path) -> set[str]:
-    """The marks that `make` selects by of which a file has the word."""
-    return set(re.findall("slow|nightly|optimized", path.read_text(encoding="utf-8")))
+    return set(re.findall(_MARKS, _text(path)))
+
+
+def _marks_of_all_tests_in(path: Path) -> set[str]:
+    module_marks = "".join(re.findall(r"^pytestmark = (?:\[[^]]*\]|.*)", _text(path), re.MULTILINE))
+    return set(re.findall(rf"\bmark\.({_MARKS})\b", module_marks))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave a file unread that has no word of the marks asked for: each worker reads all others."""
-    selected, named = config.option.markexpr, {Path(argument.partition("::")[0]).name for argument in config.args}
-    if " or " in selected or not collection_path.match("test_*.py") or collection_path.name in named:
+    """Leave a file unread of which no test can be asked for by its marks: each worker reads all others."""
+    expression, named = config.option.markexpr, {Path(argument.partition("::")[0]).name for argument in config.args}
+    if " or " in expression or not collection_path.match("test_*.py") or collection_path.name in named:
         return None
-    asked = set(re.findall(r"(?<!not )\b(?:slow|nightly|optimized)\b", selected))
-    return None if asked <= _marks_named_in(collection_path) else True
+    unwanted = set(re.findall(rf"\bnot ({_MARKS})\b", expression))
+    asked = set(re.findall(rf"\b(?:{_MARKS})\b", expression)) - unwanted
+    if asked <= _marks_named_in(collection_path) and not unwanted & _marks_of_all_tests_in(collection_path):
+        return None
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)
