@@ -24,7 +24,7 @@ OTHERS = {
     *("arc_easy", "device_put", "host_local", "jax_flash", "lockstep_calibration", "my_module", "my_rewards"),
     # keys of configurations and tokenizers of Hugging Face, and its function that merges adapters
     *("add_bos_token", "eos_token", "full_attention", "merge_and_unload", "num_local_experts", "quant_method"),
-    *("mscale_all_dim", "num_attention_heads", "num_key_value_heads", "num_labels", "text_config"),
+    *("is_causal", "mscale_all_dim", "num_attention_heads", "num_key_value_heads", "num_labels", "text_config"),
     *("group_limited_greedy", "scoring_func", "topk_method", "kw_only"),  # the last one is of dataclasses
     *(
         "rope_parameters",

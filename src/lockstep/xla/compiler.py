@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import jax
-from rich.status import Status
 
 from lockstep.errors import ConfigError, HbmError, VmemError
 from lockstep.files import write_file
@@ -24,15 +23,19 @@ from lockstep.terminal import Console
 
 
 class CompileProgress:
-    """Shows which programs are being compiled. Several threads may call it."""
+    """Shows which programs are being compiled, and for how long. Several threads may call it.
 
-    def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
+    Args:
+        every: The seconds after which a log says again what is still being compiled.
+    """
+
+    def __init__(self, console: Console | None = None, quiet: bool = False, every: float = 60.0) -> None:
         self._console = Console(stderr=True) if console is None else console
-        self._quiet = quiet
+        self._quiet, self._every = quiet, every
         self._start = time.monotonic()
         self._lock = threading.Lock()
         self._now: dict[str, float] = {}
-        self._status: Status | None = None
+        self._live = False
 
     def __call__(self, name: str, event: str) -> None:
         """Show what happens to a program."""
@@ -41,31 +44,38 @@ class CompileProgress:
                 self._now[name] = time.monotonic()
             else:
                 self._now.pop(name, None)
-            if self._quiet:
-                return
-            if self._status is not None:
-                self._status.update(self._line())
-                if event == "compiling":
-                    return
-            self._console.print(
-                f"[{time.monotonic() - self._start:5.1f} s] {name}: {event}", highlight=False, markup=False
-            )
+            if not (self._quiet or (self._live and event == "compiling")):
+                self._print(f"{name}: {event}")
 
     @contextlib.contextmanager
     def live(self) -> Iterator["CompileProgress"]:
-        """Show a live line inside this context, where the console is a terminal."""
-        if self._quiet or not self._console.is_terminal:
-            yield self
-            return
-        with self._console.status("planning") as status:
-            self._status = status
-            try:
+        """Show inside this context what is being compiled: on a terminal in a live line, in a log from time to time."""
+        self._live = self._console.is_terminal and not self._quiet
+        ended = threading.Event()
+        thread = threading.Thread(target=self._repeat, args=(ended,), daemon=True)
+        thread.start()
+        try:
+            with self._console.status(self) if self._live else contextlib.nullcontext():
                 yield self
-            finally:
-                self._status = None
+        finally:
+            self._live = False
+            ended.set()
+            thread.join()
 
-    def _line(self) -> str:
-        return "compiling " + ", ".join(self._now) if self._now else "planning"
+    def __rich__(self) -> str:
+        """The live line, which is drawn anew several times a second."""
+        now = time.monotonic()
+        names = [f"{name} ({now - start:.0f} s)" for name, start in tuple(self._now.items())]
+        return "compiling " + ", ".join(names) if names else "planning"
+
+    def _repeat(self, ended: threading.Event) -> None:
+        while not ended.wait(self._every):
+            with self._lock:
+                if self._now and not (self._quiet or self._live):
+                    self._print(f"still {self.__rich__()}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(f"[{time.monotonic() - self._start:5.1f} s] {line}", highlight=False, markup=False)
 
 
 _TOO_LARGE: Final[dict[str, type[HbmError | VmemError]]] = {"hbm": HbmError, "vmem": VmemError}

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.models.expert_mlps import ExactSum, ExpertWeights, mixture
+from lockstep.models.expert_mlps import ExactSum, ExpertWeights, _tiling, mixture
 from lockstep.models.experts import Experts, Routing, route
+from lockstep.models.families.registry import PRESETS
 
 
 def drawn(experts: int, tokens: int, embed: int, width: int) -> tuple[jax.Array, jax.Array, ExpertWeights]:
@@ -129,3 +130,14 @@ def test_exact_a_token_has_the_same_bits_beside_any_others_and_on_any_devices(dt
         split = functools.partial(compute, exact=exact)
         mapped = jax.shard_map(split, mesh=mesh, in_specs=(jax.P(), specs), out_specs=jax.P(), check_vma=False)
         np.testing.assert_array_equal(jax.jit(mapped)(x, weights), found)
+
+
+def test_a_tile_of_the_tpu_kernel_multiplies_little_more_than_a_width_has() -> None:
+    configs = [preset.config for preset in PRESETS.values() if preset.config.experts is not None]
+    widths = {config.experts.intermediate_dim or config.intermediate_dim for config in configs if config.experts}
+    assert {768, 1408, 1536, 2048} <= widths
+    for side in widths | {config.hidden_dim for config in configs} | {32}:
+        _, *tile = _tiling(4096, side, side)
+        tiles = -(-side // tile[0])
+        assert tile == [tile[0]] * 2 and tile[0] <= 1024 and (tile[0] % 128 == 0 or tiles == 1)
+        assert tiles * tile[0] - side < 128 * tiles, (side, tile)

@@ -3,6 +3,9 @@
 import gzip
 import io
 import json
+import re
+import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -40,19 +43,31 @@ def test_quiet_prints_nothing():
     assert log.file.getvalue() == ""
 
 
-def test_a_terminal_shows_what_is_being_compiled_and_lines_of_what_ended():
-    terminal = console(force_terminal=True)
+def test_a_log_says_again_what_takes_long():
+    log = console()
+    with CompileProgress(log, every=0.01).live() as progress:
+        progress("train_step", "compiling")
+        deadline = time.monotonic() + 20
+        while "still" not in log.file.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert re.search(r"s\] still compiling train_step \(0 s\)\n", log.file.getvalue())
+
+
+def test_a_terminal_shows_what_is_being_compiled_for_how_long_and_lines_of_what_ended(monkeypatch):
+    terminal, now = console(force_terminal=True), [100.0]
+    monkeypatch.setattr("lockstep.xla.compiler.time", SimpleNamespace(monotonic=lambda: now[0]))
     progress = CompileProgress(terminal)
     with progress.live():
         progress("prefill", "compiling")
+        now[0] += 62
         progress("decode", "compiling")
-        assert progress._line() == "compiling prefill, decode"
+        assert progress.__rich__() == "compiling prefill (62 s), decode (0 s)"
         progress("prefill", "3 s")
-        assert progress._line() == "compiling decode"
+        terminal.print(progress)
         progress("decode", "4 s")
-        assert progress._line() == "planning"
+        assert progress.__rich__() == "planning"
     shown = terminal.file.getvalue()
-    assert "prefill: 3 s" in shown and "prefill: compiling" not in shown
+    assert "prefill: 3 s" in shown and "prefill: compiling" not in shown and "compiling decode (0 s)" in shown
 
 
 @pytest.fixture
