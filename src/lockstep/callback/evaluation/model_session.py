@@ -112,8 +112,8 @@ def check_processes(weights: DecoderWeights, hosts: Hosts) -> None:
                 f"the weight {name} is a {type(array).__name__} in the memory of the host, on no device. Place the "
                 "model first: jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))."
             )
-        memory = {array.sharding.memory_kind, next(iter(devices)).default_memory().kind} - {None}
-        if len(memory) > 1:
+        local = next(iter(array.sharding.addressable_devices), None)  # others may not be asked for their memory
+        if local is not None and array.sharding.memory_kind not in (None, local.default_memory().kind):
             raise ConfigError(
                 f"the weight {name} is in memory of kind {array.sharding.memory_kind!r}, and programs take weights "
                 "from that of the devices. Pass a copy there: jax.device_put(params, jax.tree.map(lambda array: "
