@@ -37,7 +37,8 @@ rl-demo: setup ## teach the demo's model for 250 steps, then let it learn sums f
 	@echo "rl-demo, 1 of 2: a model is taught number words and sums, until it answers about a third of the sums"
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
 		lockstep train-lm --config_path config/demo.yaml --trainer.run_id rl-demo-sft \
-		--trainer.num_train_steps 250 --optimizer.learning_rate 3e-3 --trainer.tracker '{type: jsonl}' --inference_eval.enabled false
+		--trainer.num_train_steps 250 --trainer.train_batch_size 128 --optimizer.learning_rate 3e-3 --optimizer.beta2 0.95 \
+		--trainer.tracker '{type: jsonl}' --inference_eval.enabled false
 	@echo "rl-demo, 2 of 2: it goes on with rewards alone; reward is the share of right answers, (last 10: ...) its trend"
 	@$(PYTHON) infra/launch.py --backend local --processes $(PROCESSES) --devices_per_process $(DEVICES) -- \
 		lockstep train-grpo --config_path config/grpo_demo.yaml --trainer.run_id rl-demo $(ARGS)

@@ -98,7 +98,8 @@ def check_exact(checkpoint):
 
 
 BEGINNING = (
-    "--model.hidden_dim 64 --model.intermediate_dim 192 --trainer.num_train_steps 120 --inference_eval.eval_every 15"
+    "--model.hidden_dim 64 --model.intermediate_dim 192 --optimizer.learning_rate 4e-3 "
+    "--trainer.num_train_steps 120 --inference_eval.eval_every 15"
 )
 EXPERTS = "--model.type qwen3_moe --model.experts.num_experts 8 --model.experts.intermediate_dim 192"
 
