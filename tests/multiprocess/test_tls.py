@@ -72,7 +72,7 @@ def certificates(tmp_path_factory):
     return files
 
 
-@pytest.mark.parametrize("prefix", [None, "spiffe://job/"])
+@pytest.mark.parametrize("prefix", [pytest.param(None, marks=pytest.mark.slow), "spiffe://job/"])
 def test_only_who_has_a_certificate_of_the_jobs_authority_is_answered(certificates, prefix):
     env = {VARIABLES[name]: path for name, path in certificates["job"].items()}
     if prefix is not None:
@@ -101,7 +101,9 @@ hosts.barrier("asked")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-@pytest.mark.parametrize("words", [(), ("--env", f"{JOB_KEY}=")], ids=["key", "none"])
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("--env", f"{JOB_KEY}="), marks=pytest.mark.slow)], ids=["key", "none"]
+)
 def test_a_launched_job_is_encrypted_without_a_setting_and_shows_its_key_to_nobody(words):
     root = Path(__file__).parents[2]
     launched = [sys.executable, "infra/launch.py", "--devices_per_process", "1", *words, "--", "python", "-c", LAUNCHED]

@@ -75,7 +75,8 @@ def test_figures_and_rows_speak_of_conversations(plain):
 
 @pytest.mark.parametrize(
     ("fails", "kind"), [("raise", "failed"), pytest.param("hang", "late", marks=pytest.mark.slow), ("reset", "failed"),
-                        ("text", "failed"), pytest.param("sleep", "late", marks=pytest.mark.nightly)],
+                        pytest.param("text", "failed", marks=pytest.mark.slow),
+                        pytest.param("sleep", "late", marks=pytest.mark.nightly)],
 )  # fmt: skip
 def test_an_environment_that_fails_drops_its_group_and_training_goes_on(fails, kind, caplog):
     (sampled, *_), spy, tracker = trained(fails=fails, every=2, timeout_s=20.0 if kind == "failed" else 6.0)
