@@ -255,7 +255,8 @@ def _encode_one(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> tuple[i
     if not tokenizer.chat_template:
         raise PromptError(
             f"prompt {prompt.id} is a chat, but the tokenizer {str(tokenizer.name_or_path)!r} has no chat template. "
-            "Use a tokenizer with one (chat_template.jinja beside tokenizer.json), or write the prompt as plain text."
+            "Use a tokenizer with one (chat_template.jinja beside tokenizer.json, with the text of chat_template.json "
+            "where a processor has that), or write the prompt as plain text."
         )
     try:
         text = chat_text(
