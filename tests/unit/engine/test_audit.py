@@ -36,7 +36,7 @@ def marks(family: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "family"), [("1,1,1", "llama"), *(pytest.param("1,2,2", each, marks=marks(each)) for each in FAMILIES)]
+    ("mesh", "family"), [("1,1,1", "llama"), *(pytest.param("1,2,2", name, marks=marks(name)) for name in FAMILIES)]
 )
 def test_the_engine_agrees_with_the_training_forward(mesh: str, family: str) -> None:
     model = model_on(mesh, FAMILIES[family])
