@@ -110,6 +110,11 @@ def without_secrets(text: str) -> str:
 _SOURCES: Final = re.compile(r" *\[source locations='[^']*'\]")  # the lines of TensorStore's code
 
 
+def error_line(error: BaseException, advice: str = "") -> str:
+    """The last line of a command that fails, `without_secrets`; advice is a sentence after the error's own."""
+    return f"error: {printable(without_secrets(f'{error}. {advice}' if advice else str(error)))}"
+
+
 def error_text(error: BaseException, length: int = ERROR_CHARACTERS) -> str:
     """The class and the text of an error, `without_secrets`, cut after that: half of a secret would stay.
 

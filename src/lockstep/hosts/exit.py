@@ -16,7 +16,7 @@ from lockstep.files import advice_of
 from lockstep.hosts.fault import failure_code, limit_attempts
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process, failure_is_announced
-from lockstep.printable import error_stack, print_to_stderr, printable, without_secrets
+from lockstep.printable import error_line, error_stack, print_to_stderr
 
 USER_ERRORS = (ConfigError, PromptError, CapacityError, CompilerError)
 """Errors that a user can mend, printed without a stack."""
@@ -94,7 +94,7 @@ def print_error(hosts: Hosts | None, error: BaseException, debug: bool = False) 
     elif isinstance(error, USER_ERRORS) or advice_of(error):
         if debug:
             print_to_stderr(error_stack(error), end="")
-        print_to_stderr(_last_line(error, "" if isinstance(error, USER_ERRORS) else advice_of(error)))
+        print_to_stderr(error_line(error, "" if isinstance(error, USER_ERRORS) else advice_of(error)))
     else:
         print_to_stderr(error_stack(error), end="")
 
@@ -122,11 +122,7 @@ def _print_host_error(hosts: Hosts | None, error: HostError, debug: bool) -> Non
     if hosts is None or hosts.is_leader:  # without a service every process speaks for itself
         alone = hosts is not None and hosts.count == 1
         text = cause if alone and isinstance(cause, LockstepError) else error
-        print_to_stderr(_last_line(text, "" if cause is None or text is cause else advice_of(cause)))
-
-
-def _last_line(error: BaseException, advice: str) -> str:
-    return f"error: {printable(without_secrets(f'{error}. {advice}' if advice else str(error)))}"
+        print_to_stderr(error_line(text, "" if cause is None or text is cause else advice_of(cause)))
 
 
 def leave(hosts: Hosts | None, code: int, reason: str, peers: int = PEER_FAILED) -> NoReturn:

@@ -19,7 +19,7 @@ from lockstep.launch.record import load_record
 from lockstep.launch.slurm import Slurm
 from lockstep.launch.tpu_vm import TpuVm
 from lockstep.launch.worker_jobs import WorkerJobs
-from lockstep.printable import printable, without_secrets
+from lockstep.printable import error_line
 
 BACKENDS: dict[str, Callable[[], Backend | WorkerBackend]] = {
     "gke": Gke,
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None, backends: Backends = BACKENDS) 
     except LockstepError as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {printable(without_secrets(str(error)))}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return error.code if isinstance(error, LaunchError) else FAILED
 
 

@@ -14,7 +14,7 @@ from lockstep.errors import LockstepError
 from lockstep.files import advice_of
 from lockstep.launch import own_words, without_debug
 from lockstep.main.commands import COMMANDS, find_command
-from lockstep.printable import printable, without_secrets
+from lockstep.printable import error_line
 
 HELP = ("-h", "--help")
 
@@ -62,7 +62,7 @@ def run_alone(arguments: Sequence[str], debug: bool) -> int:
     except LockstepError as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {printable(without_secrets(str(error)))}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return exits.FAILED
     except BrokenPipeError:
         if not _reader_has_left():
@@ -71,7 +71,7 @@ def run_alone(arguments: Sequence[str], debug: bool) -> int:
     except OSError as error:
         if debug or not (advice := advice_of(error)):
             raise
-        print(f"error: {printable(without_secrets(str(error)))}. {advice}", file=sys.stderr)
+        print(error_line(error, advice), file=sys.stderr)
         return exits.FAILED
 
 
