@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lockstep.errors import ConfigError
-from lockstep.placement.device import slice_index
+from lockstep.placement.device import platform_of, slice_index
 
 MESH_AXES: Final = ("dp", "fsdp", "tp")
 """Data parallel (parameters repeated), fully sharded data parallel, tensor parallel: the axes inside a slice."""
@@ -162,7 +162,7 @@ def fsdp_warning(mesh: Mesh) -> str | None:
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
         return None
-    if platform == "tpu":
+    if platform_of(platform).slices:
         joined, fix = "slices", "lockstep.placement.make_mesh (data parallel over slices, FSDP inside) is faster"
     else:
         joined, fix = "hosts", "mesh_shape: host_local (data parallel over hosts, FSDP inside) may be faster"
@@ -186,7 +186,7 @@ def _fsdp_rows(mesh: Mesh) -> Iterable[Iterable[jax.Device]]:
 
 def _joined(devices: Iterable[jax.Device]) -> set[int]:
     """The groups of devices that no network separates: slices of TPUs, else processes."""
-    return {slice_index(device) if device.platform == "tpu" else device.process_index for device in devices}
+    return {slice_index(device) if platform_of(device.platform).slices else device.process_index for device in devices}
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Final
 import jax
 
 from lockstep.errors import ConfigError
+from lockstep.placement.device.platforms import platform_of
 
 _GB = 10**9
 _TPU_SOURCE = (
@@ -167,7 +168,7 @@ def slice_index(device: jax.Device) -> int:
     Raises:
         ConfigError: The variable is no number of slices that divides the devices.
     """
-    if device.platform == "tpu":
+    if platform_of(device.platform).slices:
         return getattr(device, "slice_index", 0)
     slices = os.environ.get(SLICES_VARIABLE) or "1"
     return 0 if slices == "1" else _simulated_slices(slices)[device]

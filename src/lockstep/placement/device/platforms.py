@@ -1,4 +1,4 @@
-"""The platforms, by what their compilers ask of a program."""
+"""The platforms, by what their compilers ask of a program, and how their devices are joined."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Final
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Platform:
-    """A platform's compiler, as far as programs are made for it."""
+    """A platform, as far as programs are made for it."""
 
     pages_one_by_one: bool = False
     """Whether pages are read and written one at a time, in place: a copy of a small page takes as long as of a large
@@ -20,10 +20,14 @@ class Platform:
     lanes: int | None = None
     """The number of which a part of a weight's width has to be a multiple, or each launch makes a padded copy of the
     weight; None for any."""
+    splash: bool = False
+    """Whether jax's splash attention, a kernel, runs on it."""
+    slices: bool = False
+    """Whether its devices know their slice, inside which no network separates hosts."""
 
 
 _PLATFORMS: Final[Mapping[str, Platform]] = {
-    "tpu": Platform(pages_one_by_one=True, sorts_lists=True, reduces_all=True, lanes=128),
+    "tpu": Platform(pages_one_by_one=True, sorts_lists=True, reduces_all=True, lanes=128, splash=True, slices=True),
 }
 
 

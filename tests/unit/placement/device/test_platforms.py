@@ -4,9 +4,6 @@ from tests.sources import sources
 KNOW_THE_NAME = {
     "engine/decoder/build.py",  # options of the TPU's compiler
     "engine/sizing/memory_model.py",  # its temporaries
-    "models/attention/training/backend.py",
-    "placement/device/chips.py",
-    "placement/mesh.py",  # what joins hosts
 }
 
 

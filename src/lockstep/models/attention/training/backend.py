@@ -20,7 +20,7 @@ from lockstep.models.attention.training.causal import (
 )
 from lockstep.models.attention.training.context import SplitPositions
 from lockstep.models.attention.training.splash import LANES, block_size, splash_attention, splash_kernel
-from lockstep.placement.device import auto_axes
+from lockstep.placement.device import auto_axes, platform_of
 
 AttentionBackend = Literal["default", "splash", "jax_flash", "vanilla"]
 """The names of Levanter's ``attn_backend``: by platform, jax's TPU kernel, blockwise, all scores at once."""
@@ -72,11 +72,12 @@ def self_attention(
     # Devices of the program, not of the process: a plan compiles for TPUs on a machine without one.
     mesh = jax.sharding.get_abstract_mesh()
     platform = None if mesh.empty or mesh.abstract_device is None else mesh.abstract_device.platform
-    splash = backend == "splash" or (backend == "default" and platform == "tpu")
+    runs = platform is not None and platform_of(platform).splash
+    splash = backend == "splash" or (backend == "default" and runs)
     plain = dense_attention if backend == "vanilla" else blockwise_attention
     if not splash and split is None:
         return plain(arrays, attention)
-    if splash and platform != "tpu" and not interpret:
+    if splash and not runs and not interpret:
         devices = "no mesh is set" if platform is None else f"the devices of the mesh are of platform {platform!r}"
         raise ConfigError(
             f"model.attn_backend is splash, which is a kernel for TPU, and {devices}. Use default, which is jax_flash "
