@@ -41,7 +41,7 @@ def dotted(path):
 @functools.cache
 def imports_and_functions(source):
     """The name of each import of a source, those inside functions and for type checkers too; and each function's line,
-    with the number of its arguments.
+    with the numbers of its arguments and of its lines.
     """
     imports, functions = [], {}
     for node in ast.walk(ast.parse(source)):
@@ -49,7 +49,7 @@ def imports_and_functions(source):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             imports += [module + alias.name for alias in node.names]
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions[f"{node.lineno} {node.name}"] = number_of_arguments(node)
+            functions[f"{node.lineno} {node.name}"] = number_of_arguments(node), number_of_lines(node)
     return imports, functions
 
 
@@ -103,7 +103,7 @@ def test_faces_only_reexport_and_no_file_is_longer_than_400_lines():
     assert len(files) > 250 and not [path for path in files if path.read_bytes().count(b"\n") > 400]
 
 
-MOST_ARGUMENTS = 8
+MOST_ARGUMENTS, MOST_LINES = 8, 60
 
 
 def number_of_arguments(function):
@@ -112,11 +112,20 @@ def number_of_arguments(function):
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
-def test_no_function_has_more_than_eight_arguments():
+def number_of_lines(function):
+    """The lines of a function, those of its docstring not counted."""
+    first = function.body[0]
+    docstring = 0 if ast.get_docstring(function) is None else first.end_lineno - first.lineno + 1
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+def test_no_function_has_more_than_eight_arguments_or_60_lines():
     for module, source in SOURCES.items():
-        for function, count in imports_and_functions(source)[1].items():
-            assert count <= MOST_ARGUMENTS, f"{module}:{function} has {count}: which have an owner?"
-    assert imports_and_functions("def f(self, a, /, b, *c, d, **e): ...")[1] == {"1 f": 3}
+        for function, (arguments, lines) in imports_and_functions(source)[1].items():
+            assert arguments <= MOST_ARGUMENTS, f"{module}:{function} has {arguments}: which have an owner?"
+            assert lines <= MOST_LINES, f"{module}:{function} has {lines}: which part has a name?"
+    source = "def f(self, a, /, b, *c, d, **e):\n    'g'\n    'h'\n"
+    assert imports_and_functions(source)[1] == {"1 f": (3, 2)}
 
 
 COVERED = {

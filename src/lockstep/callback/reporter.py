@@ -189,16 +189,10 @@ class Reporter:
                 self.errors += 1
                 log.error("%s: after step %d %s; training goes on", self._name, step, failure)
 
-        def write_file() -> None:
-            if self._samples_path is not None:
-                append_jsonl(self._samples_path, [row.to_record() for row in rows])
-
         def show() -> None:
             if shown:
-                title = f"{self._name}: what the model says after {step} steps"
-                if result.drafts is not None:
-                    title += f" (drafts: {result.drafts})"
-                print_table(rows, title=title)
+                drafts = "" if result.drafts is None else f" (drafts: {result.drafts})"
+                print_table(rows, title=f"{self._name}: what the model says after {step} steps{drafts}")
 
         def track() -> None:
             if shown:
@@ -207,7 +201,8 @@ class Reporter:
             self._log(step, {**counts, **values, "time/report_s": time.perf_counter() - start})
 
         if self._try("making rows", step, make_rows):
-            self._try("writing samples.jsonl", step, write_file)
+            if (path := self._samples_path) is not None:
+                self._try("writing samples.jsonl", step, lambda: append_jsonl(path, [row.to_record() for row in rows]))
             self._try("the terminal table", step, show)
             self._try("the tracker", step, track)
             if looked_at:

@@ -111,15 +111,9 @@ class SampleCallback:
         if config.enabled and config.tasks.names:
             engine = dataclasses.replace(config.engine_config(dtype), max_seq_len=config.tasks.max_seq_len)
             self.tasks = TaskRounds(
-                name,
-                config.tasks,
-                engine,
-                tokenizer,
-                self._reporter.report_tasks,
-                self._job_hosts,
-                config.timeout_s,
+                name, config.tasks, engine, tokenizer, self._reporter.report_tasks, self._job_hosts, config.timeout_s,
                 MAX_TASK_SECONDS,
-            )
+            )  # fmt: skip
         self._task_errors_in_a_row = 0
         self._session = ModelSession(config.engine_config(dtype), tokenizer, audit=config.audit)
         self._in_use = threading.RLock()

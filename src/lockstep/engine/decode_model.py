@@ -168,11 +168,6 @@ class DecodeModels:
         dtype = jnp.dtype(self._engine.dtype or self._weights.embed.dtype)
         config, weights = replicate_kv_heads(self.config, exact_merges(self.config, self._weights, dtype), tensor)
         kv_dtype = self._engine.kv_dtype(dtype)
-        if config.linear_attention is not None and decode_mesh.context > 1:
-            raise ConfigError(
-                f"layout {layout_text(layout)} has context, and the model has linear attention, whose state has no "
-                "positions to split. Leave context out."
-            )
         if config.exact:
             check_exact_dtype(dtype)
             self._check_exact(layout, decode_mesh)
@@ -279,6 +274,11 @@ def check_layout(config: LlamaConfig, layout: Layout, decode_mesh: DecodeMesh) -
     """Refuse a layout that the model cannot be split in, with a `ConfigError` that names the numbers that work."""
     if config.experts is None and "expert" in layout:
         raise ConfigError(f"layout is {layout_text(layout)} and the model has no experts. Leave expert out.")
+    if config.linear_attention is not None and decode_mesh.context > 1:
+        raise ConfigError(
+            f"layout {layout_text(layout)} has context, and the model has linear attention, whose state has no "
+            "positions to split. Leave context out."
+        )
     for name, size in _split(config, layout).items():
         if size % decode_mesh.tensor:
             works = [tensor for tensor in decode_mesh.tensor_sizes if _fits(config, {"tensor": tensor})]

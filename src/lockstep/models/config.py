@@ -98,6 +98,11 @@ class LlamaConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._check_sizes()
+        self._check_numerics()
+        self._check_parts()
+
+    def _check_sizes(self) -> None:
         sizes = ["max_seq_len", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"]
         for name in sizes if self.head_dim is None else [*sizes, "head_dim"]:
             value = getattr(self, name)
@@ -129,7 +134,8 @@ class LlamaConfig(ModelConfig):
                 f"layer_norm_epsilon is {self.layer_norm_epsilon} and initializer_range is {self.initializer_range}; "
                 "layer_norm_epsilon must be positive and initializer_range at least 0. Llama uses 1e-5 and 0.02."
             )
-        self._check_numerics()
+
+    def _check_parts(self) -> None:
         if self.qkv_bias and self.qk_norm and not self._biased_norms:
             raise ConfigError(
                 "qkv_bias and qk_norm are both true; of the architectures that Hugging Face can load only glm4_moe "

@@ -142,16 +142,7 @@ class LlamaExperts(eqx.Module):
         fsdp = PARAMETER_AXES["embed"] if sharded and PARAMETER_AXES["embed"] in mesh.shape else None
         fsdp = fsdp if fsdp is not None and Embed.size % mesh.shape[fsdp] == 0 else None
 
-        up = self.expert_gate_up if self.expert_up is None else self.expert_up
-        biases = (None if bias is None else bias.array for bias in (self.expert_gate_up_bias, self.expert_down_bias))
-        weights = ExpertWeights(*map(_matrices, (self.expert_gate, up, self.expert_down)), *biases)
-        specs = ExpertWeights(
-            gate=_specs(weights.gate, fsdp, width),
-            up=_specs(weights.up, fsdp, width),
-            down=_specs(weights.down, width, fsdp),
-            up_bias=PartitionSpec(None, width),
-            down_bias=PartitionSpec(None, fsdp),
-        )
+        weights, specs = self._weights(fsdp, width)
 
         def whole(spec: PartitionSpec, weight: Any) -> Any:
             if fsdp is None or weight is None or fsdp not in spec:
@@ -194,6 +185,19 @@ class LlamaExperts(eqx.Module):
         answers, sums = compute(tokens, valid, chosen, self.router.array, bias, weights)
         answers = hax.named(answers, axes).rearrange(x.axes)
         return answers, jax.tree.map(lambda leaf: leaf.sum(axis=0), sums)
+
+    def _weights(self, fsdp: str | None, width: Any) -> tuple[ExpertWeights, ExpertWeights]:
+        """The weights of the experts, and the mesh axes that split them: ``fsdp`` the stream, ``width`` the MLPs."""
+        up = self.expert_gate_up if self.expert_up is None else self.expert_up
+        biases = (None if bias is None else bias.array for bias in (self.expert_gate_up_bias, self.expert_down_bias))
+        weights = ExpertWeights(*map(_matrices, (self.expert_gate, up, self.expert_down)), *biases)
+        return weights, ExpertWeights(
+            gate=_specs(weights.gate, fsdp, width),
+            up=_specs(weights.up, fsdp, width),
+            down=_specs(weights.down, width, fsdp),
+            up_bias=PartitionSpec(None, width),
+            down_bias=PartitionSpec(None, fsdp),
+        )
 
 
 def _matrices(weight: Weight | None) -> Any:

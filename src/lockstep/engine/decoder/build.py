@@ -25,7 +25,7 @@ from lockstep.engine.schedule import (
 )
 from lockstep.hosts import Ledger
 from lockstep.models import DecoderWeights
-from lockstep.models.attention import pool_dtype, select_attention, tpu_generation
+from lockstep.models.attention import Attention, pool_dtype, select_attention, tpu_generation
 from lockstep.placement import DecodeMesh, LayoutTree, assembly_function, partition_specs, reshard_function, sources
 from lockstep.placement.device import Compile, Compiler, Program, compile_lowered, compile_program
 
@@ -96,49 +96,18 @@ def build_programs(
     gathers = any(layout != layout.decode for layout in jax.tree.leaves(model.layouts))
 
     def compiled(name: str, function: Callable[..., Any], arguments: list[Any], **options: Any) -> Program:
-        compiler = Compiler(
-            compile_with=compile_with,
-            options=compiler_options(model.device, name),
-            ordered=name != "reshard" and (model.moves or not gathers),
-        )
+        ordered = name != "reshard" and (model.moves or not gathers)
+        compiler = Compiler(compile_with=compile_with, options=compiler_options(model.device, name), ordered=ordered)
         return compile_program(
             name, function, arguments, mesh=decode_mesh.mesh, ledger=ledger, compiler=compiler, **options
         )
 
-    structs, layouts = model.weights, model.layouts
-    reshard = None
-    if model.copies:
-        if model.lazy:
-            structs = sources(model.weights)
-            function, layouts = assembly_function(model.weights, layouts, model.dtype, gather=model.moves)
-        else:
-            function, layouts = reshard_function(layouts, model.dtype, gather=model.moves)
-        shardings = jax.tree.map(lambda spec: NamedSharding(decode_mesh.mesh, spec), partition_specs(layouts))
-        reshard = compiled("reshard", function, [structs], out_shardings=shardings)
-        with jax.set_mesh(decode_mesh.mesh):
-            structs = jax.tree.map(_struct, jax.eval_shape(function, structs), shardings)
-
+    reshard, structs, layouts = _resharded(model, compiled)
     attention = select_attention(
-        model.device,
-        model.heads,
-        page_size=sizes.page_size,
-        dtype=model.dtype,
-        kv_dtype=model.kv_dtype,
+        model.device, model.heads, page_size=sizes.page_size, dtype=model.dtype, kv_dtype=model.kv_dtype,
         exact=model.config.exact,
-    )
-    kept, size = attention.stored_kv_heads.shape
-    layers = len(model.config.layers_of("k"))
-    pages = jax.ShapeDtypeStruct(
-        (
-            decode_mesh.replicas * layers * sizes.pages,
-            sizes.page_size // decode_mesh.context,
-            decode_mesh.tensor * kept,
-            size,
-        ),
-        pool_dtype(model.device, model.heads, model.kv_dtype),
-        sharding=decode_mesh.sharding(decode_mesh.replica_axes or None, None, decode_mesh.tensor_axes or None),
-    )
-    pool = KvAndStates(pages, state_structs(model.config, sizes, decode_mesh, model.dtype)).pool
+    )  # fmt: skip
+    pool = _pool(model, sizes, attention)
     new_cache = compiled(
         "new_cache",
         lambda: jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), pool),
@@ -156,15 +125,11 @@ def build_programs(
     prefill = on_mesh("prefill", prefill_function(transformer, sizes, attention), PrefillBatch.empty(sizes))
     copy_pages = None
     if sizes.page_copies:
-        copies = _packed(CopyPagesBatch.empty(sizes), decode_mesh)
-        mapped = jax.shard_map(
-            copy_pages_function(layers, sizes, attention),
-            mesh=decode_mesh.mesh,
-            in_specs=(pages.sharding.spec, copies.sharding.spec),
-            out_specs=pages.sharding.spec,
-            check_vma=False,
-        )
-        copy_pages = compiled("copy_pages", mapped, [pages, copies], donate=(0,), out_shardings=pages.sharding)
+        pages, copies = KvAndStates.of(pool).kv, _packed(CopyPagesBatch.empty(sizes), decode_mesh)
+        function = copy_pages_function(len(model.config.layers_of("k")), sizes, attention)
+        specs, out = (pages.sharding.spec, copies.sharding.spec), pages.sharding
+        mapped = jax.shard_map(function, mesh=decode_mesh.mesh, in_specs=specs, out_specs=out.spec, check_vma=False)
+        copy_pages = compiled("copy_pages", mapped, [pages, copies], donate=(0,), out_shardings=out)
     prompt_logprobs = None
     if sizes.prompt_logprobs:
         function = prompt_logprobs_function(transformer, sizes, attention)
@@ -175,14 +140,43 @@ def build_programs(
         function = verify_function(transformer, sizes, attention, width)
         verify[width] = on_mesh(f"verify_{width}", function, VerifyBatch.empty(sizes, width, 0))
     return Programs(
-        reshard=reshard,
-        new_cache=new_cache,
-        prefill=prefill,
-        copy_pages=copy_pages,
-        prompt_logprobs=prompt_logprobs,
-        decode=decode,
-        verify=verify,
+        reshard=reshard, new_cache=new_cache, prefill=prefill, copy_pages=copy_pages, prompt_logprobs=prompt_logprobs,
+        decode=decode, verify=verify,
+    )  # fmt: skip
+
+
+def _resharded(
+    model: DecodeModel, compiled: Callable[..., Program]
+) -> tuple[Program | None, DecoderWeights, LayoutTree]:
+    """The program that moves the weights, if any, and the weights that the other programs read, with their layouts."""
+    if not model.copies:
+        return None, model.weights, model.layouts
+    structs, mesh = model.weights, model.decode_mesh.mesh
+    if model.lazy:
+        structs = sources(model.weights)
+        function, layouts = assembly_function(model.weights, model.layouts, model.dtype, gather=model.moves)
+    else:
+        function, layouts = reshard_function(model.layouts, model.dtype, gather=model.moves)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs(layouts))
+    reshard = compiled("reshard", function, [structs], out_shardings=shardings)
+    with jax.set_mesh(mesh):
+        return reshard, jax.tree.map(_struct, jax.eval_shape(function, structs), shardings), layouts
+
+
+def _pool(model: DecodeModel, sizes: Capacity, attention: Attention) -> Any:
+    """The shapes of pages and states on all devices."""
+    decode_mesh, (kept, size) = model.decode_mesh, attention.stored_kv_heads.shape
+    pages = jax.ShapeDtypeStruct(
+        (
+            decode_mesh.replicas * len(model.config.layers_of("k")) * sizes.pages,
+            sizes.page_size // decode_mesh.context,
+            decode_mesh.tensor * kept,
+            size,
+        ),
+        pool_dtype(model.device, model.heads, model.kv_dtype),
+        sharding=decode_mesh.sharding(decode_mesh.replica_axes or None, None, decode_mesh.tensor_axes or None),
     )
+    return KvAndStates(pages, state_structs(model.config, sizes, decode_mesh, model.dtype)).pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

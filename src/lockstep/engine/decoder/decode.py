@@ -14,10 +14,11 @@ from lockstep.engine.decoder.transformer import Past, Sequences, Transformer
 from lockstep.engine.idle_replicas import own_steps
 from lockstep.engine.sampling.logits_processors import TokenCounts
 from lockstep.engine.sampling.logprobs import top_logprobs
-from lockstep.engine.sampling.sampler import Sampler, start_sampler
+from lockstep.engine.sampling.sampler import Sampled, Sampler, start_sampler
 from lockstep.engine.schedule import NULL_PAGE, Capacity, DecodeBatch
 from lockstep.models import DecoderWeights
 from lockstep.models.attention import Attention
+from lockstep.placement import DecodeMesh
 
 
 class _State(NamedTuple):
@@ -54,6 +55,14 @@ def empty_results(transformer: Transformer, capacity: Capacity, shape: tuple[int
     if transformer.routed is not None:
         results.append(jnp.zeros((*shape, transformer.routed.words), jnp.int32))
     return results
+
+
+def sampled_parts(capacity: Capacity, decode_mesh: DecodeMesh, logits: Array, sampled: Sampled) -> list[Array]:
+    """The parts of `DecodeResults` that the sampled tokens of a step have, experts left out."""
+    parts = [sampled.token, sampled.logprob, sampled.sampled_logprob]
+    if capacity.top_logprobs:
+        parts += top_logprobs(logits, capacity.top_logprobs, sampled, decode_mesh)
+    return parts
 
 
 def decode_function(
@@ -105,9 +114,8 @@ def decode_function(
             )
             logits = transformer.logits(weights, x[:, 0])
             sampled = sampler.draw(logits, counts, position + 1)
-            drawn = [jnp.where(active, sampled.token, -1), sampled.logprob, sampled.sampled_logprob]
-            if capacity.top_logprobs:
-                drawn += top_logprobs(logits, capacity.top_logprobs, sampled, decode_mesh)
+            _, *parts = sampled_parts(capacity, decode_mesh, logits, sampled)
+            drawn = [jnp.where(active, sampled.token, -1), *parts]
             if routed is not None:
                 drawn.append(routed[:, 0])
             stopped = jnp.any(sampled.token[:, None] == stop_ids, axis=1)
@@ -122,18 +130,10 @@ def decode_function(
             )
 
         results = empty_results(transformer, capacity, (capacity.slots, capacity.steps))
-        state = _State(
-            step=jnp.int32(0),
-            cache=past._replace(kv=attention.begin_decode(past.kv, page_table, position, transformer.kv_layers)),
-            token=token,
-            position=position,
-            remaining=remaining,
-            counts=counts,
-            results=results,
-        )
+        cache = past._replace(kv=attention.begin_decode(past.kv, page_table, position, transformer.kv_layers))
+        state = _State(jnp.int32(0), cache, token, position, remaining, counts, results)
         state = jax.lax.while_loop(lambda state: state.step < num_steps, step, state)
-        return state.cache._replace(kv=attention.end_decode(state.cache.kv)).pool, pack_results(
-            state.results, decode_mesh
-        )
+        cache = state.cache._replace(kv=attention.end_decode(state.cache.kv))
+        return cache.pool, pack_results(state.results, decode_mesh)
 
     return decode

@@ -79,21 +79,8 @@ def exact_logprobs(
         training_axes={name: (name,) for name in names},
     )
 
-    dtype = weights.embed.dtype
-    weights = exact_merges(config, weights, dtype)
-
-    def layout(path: tuple[Any, ...], leaf: Array | LazyWeight) -> LeafLayout | _MergedLayout:
-        name = path[-1].name
-        split = [PARAMETER_AXES.get(axis, "") for axis in WEIGHT_AXES[name]]
-        spec = tuple((axis,) if axis in names else () for axis in split)
-        leaf_layout = LeafLayout(decode_mesh, spec, TENSOR_DIMS.get(name))
-        if not isinstance(leaf, LazyWeight):
-            return leaf_layout
-        if not isinstance(leaf.assemble, MergeLora):
-            raise ConfigError(f"numerics is exact, and the weight {name} is made of others. Set numerics to fast.")
-        return _MergedLayout(leaf_layout, leaf.assemble, dtype)
-
-    layouts = jax.tree_util.tree_map_with_path(layout, weights)
+    weights = exact_merges(config, weights, weights.embed.dtype)
+    layouts = _layouts(weights, decode_mesh)
     transformer = Transformer(
         config=config,
         decode_mesh=decode_mesh,
@@ -120,6 +107,23 @@ def exact_logprobs(
         )
     parts = jax.tree.map(lambda leaf: leaf.parts if isinstance(leaf, LazyWeight) else leaf, weights)
     return compute(*jax.lax.stop_gradient((parts, tokens, segment_ids, replayed)))
+
+
+def _layouts(weights: DecoderWeights, decode_mesh: DecodeMesh) -> Any:
+    """The layouts of weights that are where a training mesh has them."""
+
+    def layout(path: tuple[Any, ...], leaf: Array | LazyWeight) -> LeafLayout | _MergedLayout:
+        name = path[-1].name
+        split = [PARAMETER_AXES.get(axis, "") for axis in WEIGHT_AXES[name]]
+        spec = tuple((axis,) if axis in decode_mesh.training_axes else () for axis in split)
+        leaf_layout = LeafLayout(decode_mesh, spec, TENSOR_DIMS.get(name))
+        if not isinstance(leaf, LazyWeight):
+            return leaf_layout
+        if not isinstance(leaf.assemble, MergeLora):
+            raise ConfigError(f"numerics is exact, and the weight {name} is made of others. Set numerics to fast.")
+        return _MergedLayout(leaf_layout, leaf.assemble, weights.embed.dtype)
+
+    return jax.tree_util.tree_map_with_path(layout, weights)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from lockstep.engine.decoder.decode import empty_results, launch_sampler
+from lockstep.engine.decoder.decode import empty_results, launch_sampler, sampled_parts
 from lockstep.engine.decoder.packing import pack_results, unpack
 from lockstep.engine.decoder.transformer import Past, Sequences, Transformer
 from lockstep.engine.idle_replicas import own_steps
 from lockstep.engine.sampling.logits_processors import TokenCounts
-from lockstep.engine.sampling.logprobs import top_logprobs
 from lockstep.engine.sampling.sampler import Sampler
 from lockstep.engine.schedule import NULL_PAGE, Capacity, VerifyBatch
 from lockstep.models import DecoderWeights
@@ -221,10 +220,8 @@ class _Verification:
     def _draw(self, step: Array, logits: Array, counts: Any, at: Array) -> list[Array]:
         """The parts of the results of a position."""
         sampled = self.sampler.draw(logits, counts, at)
-        drawn = [sampled.token, sampled.logprob, sampled.sampled_logprob]
-        if self.capacity.top_logprobs:
-            drawn += top_logprobs(logits, self.capacity.top_logprobs, sampled, self.transformer.decode_mesh)
-        return [*drawn, jnp.full_like(sampled.token, step)]
+        parts = sampled_parts(self.capacity, self.transformer.decode_mesh, logits, sampled)
+        return [*parts, jnp.full_like(sampled.token, step)]
 
     def _goes_on(self, token: Array, expected: Array, left: Array) -> Array:
         """Whether the position after a sampled token counts, if that token's own does."""

@@ -206,19 +206,10 @@ def sample(
         best, *scores = jax.lax.cond(features.temperature, draw, take_largest, processed)
     max_logit = whole_max(likeliest[1])
     token, own = first + best, jnp.stack([*scores, logits[rows, best], max_logit, total(logits, max_logit)])
+    numbers: Iterable[Array] = own
     if decode_mesh.tensor > 1:
-        tokens = jax.lax.all_gather(token, decode_mesh.tensor_axes)
-        # [number, part, slot]; parts in order of token id
-        parts = jax.lax.all_gather(own, decode_mesh.tensor_axes, axis=1)
-        winner = jnp.argmax(parts[0], axis=0)
-        token, parts_of_winner = tokens[winner, rows], parts[:, winner, rows]
-        if exact:  # whose maxima and sums are those of all parts already
-            _, drawn, drawn_max, drawn_sum_exp, logit, max_logit, sum_exp = parts_of_winner
-        else:
-            drawn, drawn_max, drawn_sum_exp = parts_of_winner[1], *_join(parts[2], parts[3])
-            logit, max_logit, sum_exp = parts_of_winner[4], *_join(parts[5], parts[6])
-    else:
-        _, drawn, drawn_max, drawn_sum_exp, logit, max_logit, sum_exp = own
+        token, numbers = _of_winner(token, own, decode_mesh, exact)
+    _, drawn, drawn_max, drawn_sum_exp, logit, max_logit, sum_exp = numbers
     if exact:
         logit, max_logit, sum_exp, drawn, drawn_max = barrier((logit, max_logit, sum_exp, drawn, drawn_max))
         drawn_sum_exp = barrier(drawn_sum_exp)
@@ -226,6 +217,19 @@ def sample(
     logsumexp = log(sum_exp)
     sampled_logprob = jnp.where(state.temperature > 0, drawn - drawn_max - log(drawn_sum_exp), 0.0)
     return Sampled(token, logit - max_logit - logsumexp, sampled_logprob, max_logit, logsumexp)
+
+
+def _of_winner(token: Array, own: Array, decode_mesh: DecodeMesh, exact: bool) -> tuple[Array, Iterable[Array]]:
+    """The token of the part of the vocabulary with the best score, and its numbers, with the sums of all parts."""
+    rows = jnp.arange(len(token))
+    tokens = jax.lax.all_gather(token, decode_mesh.tensor_axes)
+    # [number, part, slot]; parts in order of token id
+    parts = jax.lax.all_gather(own, decode_mesh.tensor_axes, axis=1)
+    winner = jnp.argmax(parts[0], axis=0)
+    token, numbers = tokens[winner, rows], parts[:, winner, rows]
+    if exact:  # whose maxima and sums are those of all parts already
+        return token, numbers
+    return token, (*numbers[:2], *_join(parts[2], parts[3]), numbers[4], *_join(parts[5], parts[6]))
 
 
 def active_features(state: SamplingState, active: Bool[Array, " slot"], decode_mesh: DecodeMesh) -> ActiveFeatures:

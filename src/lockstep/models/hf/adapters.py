@@ -5,6 +5,7 @@ import os
 import pathlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -134,28 +135,9 @@ def save_peft(
                 tensors[f"base_model.model.{module}.lora_A.weight"] = low
                 tensors[f"base_model.model.{module}.lora_B.weight"] = high
     modules = {
-        module_name.rsplit(".", 2)[1]: len(names)
-        for module_name, names in together.items()
-        if module_name not in wrapped
+        template.rsplit(".", 2)[1]: len(names) for template, names in together.items() if template not in wrapped
     }
-    several = {module: count for module, count in modules.items() if count > 1}
-    # https://huggingface.co/docs/peft/developer_guides/checkpoint
-    values = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.r,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        # Adapters of rows of one tensor are one adapter of as many times the rank, with the same scale.
-        "rank_pattern": {module: count * lora.r for module, count in several.items()},
-        "alpha_pattern": {module: count * lora.alpha for module, count in several.items()},
-        "target_modules": list(modules),
-        "target_parameters": [template.rpartition("{layer}.")[2] for template in wrapped],
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+    values = _peft_config(lora, base, modules, wrapped)
 
     def write(place: str) -> None:
         directory = pathlib.Path(place)
@@ -172,6 +154,32 @@ def save_peft(
     except BaseException:
         target.abort()
         raise
+
+
+def _peft_config(lora: LoraConfig, base: str, modules: Mapping[str, int], wrapped: Sequence[str]) -> dict[str, Any]:
+    """The contents of adapter_config.json (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+
+    Args:
+        modules: The number of adapters whose weights are rows of a module's tensor, by the module's name.
+        wrapped: The parameters of all experts that have adapters.
+    """
+    several = {module: count for module, count in modules.items() if count > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        # Adapters of rows of one tensor are one adapter of as many times the rank, with the same scale.
+        "rank_pattern": {module: count * lora.r for module, count in several.items()},
+        "alpha_pattern": {module: count * lora.alpha for module, count in several.items()},
+        "target_modules": list(modules),
+        "target_parameters": [template.rpartition("{layer}.")[2] for template in wrapped],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
 
 
 def _joined(
