@@ -371,6 +371,27 @@ def test_training_of_a_published_model_is_planned_by_its_name(model, slice_, hos
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("model", "received"),
+    [
+        ("DeepSeek-V2-Lite", 1.05),  # experts are gathered by placement.gather
+        ("Qwen3.5-27B", 1.35),  # rings of nine permutations where seven would do (ADR 17)
+    ],
+)
+def test_a_model_with_a_latent_or_a_state_is_trained_on_a_v5p_16(model, received, cache, tmp_path):
+    config = tmp_path / "lm.yaml"
+    config.write_text(
+        f"initialize_from_hf: {model}\ntokenizer: {model}\ninference_eval: {{enabled: false}}\n"
+        "data: {train_urls: [x.jsonl], max_seq_len: 2048}\n"
+        "trainer: {num_train_steps: 100, train_batch_size: 64, per_device_parallelism: 1, mp: 'p=f32,c=bfloat16'}\n",
+        encoding="utf-8",
+    )
+    code, text, found = plan("--command", "train-lm", "--config_path", config, "--topology", "v5p-16", cache=cache)
+    assert (code, found["fits"]) == (0, True), text
+    assert 1 <= found["train_step"]["fsdp"]["ratio"] < received, text
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["docs/plan.md:text:0", "README.md:text:0"])
 def test_what_the_pages_show_of_the_plan_for_a_v5p_64_is_printed(name, cache):
     (words,) = [shlex.split(line)[2:] for line in commands_before(name) if line.startswith("lockstep plan")]
