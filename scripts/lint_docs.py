@@ -65,7 +65,7 @@ PATTERN = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in FORBIDDEN)
 PRONOUNS = frozenset(
     "both each found given here like many mine one other others ours said some theirs wanted what which who".split()
 )
-PRONOUNS_IN_SRC = 19
+PRONOUNS_IN_SRC = 17
 """Words that are no names of things, and how often ``src`` may still bind one of them."""
 
 
