@@ -59,7 +59,7 @@ FAMILY: Final = Family(
     tensors={name: tensor for name, tensor in qwen3.FAMILY.tensors.items() if name not in ("attn_norm", "mlp_norm")}
     | {name: tensor for name, tensor in olmo2.FAMILY.tensors.items() if name.endswith("post_norm")},
     # Those of transformers.
-    defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     read=_read,
     write=_write,
 )

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
+from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.experts import Experts
 from lockstep.models.families import deepseek_v3, glm4_moe
@@ -29,6 +30,12 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    size = hf["qk_rope_head_dim"]
+    if hf.get("head_dim", size) != size:
+        raise ConfigError(
+            f"the checkpoint's config.json has head_dim {hf['head_dim']} and qk_rope_head_dim {size}, which are two "
+            "names of one number in glm4_moe_lite. Keep the one that its tensors have."
+        )
     experts, types = glm4_moe.experts_from_hf(hf), hf.get("mlp_layer_types")
     if types is not None:
         dense = tuple(layer for layer, type_ in enumerate(types) if type_ == "dense")

@@ -899,6 +899,7 @@ def test_what_is_not_deepseek_v2_is_refused_by_name(change: dict[str, Any], text
             {"layer_types": None, "sliding_window_pattern": "LLLG"},
             r"sliding_window 5, sliding_window_pattern 'LLLG' and no layer_types, with which transformers fails",
         ),
+        ("glm4_moe_lite", {"head_dim": 8}, r"head_dim 8 and qk_rope_head_dim 6, which are two names of one number"),
         ("gemma", {"hidden_act": "gelu"}, r"hidden_act 'gelu', for which transformers 4 computes gelu_pytorch_tanh"),
         (
             "smollm3",
