@@ -65,7 +65,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for keys that `config.json` lacks
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}  # fields from a `config.json`
     write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}  # keys of `config.json` from them
-    with_images: tuple[str, str] | None = None  # architecture and `model_type` of a vision tower and this one
+    with_images: tuple[str, str] | None = None  # architecture and `model_type` of models that see, with this one inside
     activation_key: str = "hidden_act"
     epsilon_key: str = "rms_norm_eps"
     presets: Mapping[str, ModelPreset] = dataclasses.field(default_factory=dict)

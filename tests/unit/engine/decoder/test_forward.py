@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lockstep.engine import Engine, EngineConfig, audit
 from lockstep.errors import ConfigError
 from lockstep.models import Experts, LlamaConfig, LoraConfig, Variant, merge_lora, read_decoder
+from lockstep.models.families.exaone4 import Exaone4Variant
 from lockstep.models.families.glm4_moe import Glm4MoeConfig
 from lockstep.models.rope import RotaryConfig
 from lockstep.placement import place
@@ -65,6 +66,13 @@ MODELS = {name: FAMILIES[name] for name in EXACT} | {
         qk_norm=True,
         rope=RotaryConfig(theta=100.0, partial_rotary_factor=0.5),
         experts=dataclasses.replace(FAMILIES["latent"].experts, groups=1, groups_per_tok=1, routed_scaling_factor=2.5),
+    ),
+    "granite": dataclasses.replace(
+        LLAMA, variant=Variant(embed_scale=3.0, attention_scale=0.3, residual_scale=0.7, logit_scale=0.6)
+    ),
+    "smollm": dataclasses.replace(LLAMA, num_layers=3, variant=Variant(no_rope_every=2)),
+    "exaone": dataclasses.replace(
+        LLAMA, qk_norm=True, variant=Exaone4Variant(sliding_window=6, full_attention_every=2)
     ),
     "gelu": dataclasses.replace(LLAMA, variant=Variant(activation="gelu")),
     "relu": dataclasses.replace(LLAMA, variant=Variant(activation="relu")),
