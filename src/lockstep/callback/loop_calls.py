@@ -48,12 +48,12 @@ def completed_steps(info: Any) -> int:
             continue
         value = getattr(info, name)
         try:
-            if not np.shape(value) and int(value) == value:
+            if not np.shape(value) and 0 <= int(value) == value:
                 return int(value)
         except (TypeError, ValueError, OverflowError):  # a traced value, too
             pass
         raise ConfigError(
-            f"{name} is {value!r:.200}; it must be one whole number, the number of completed steps. Pass int(step), "
+            f"{name} is {value!r:.200}; it must be one whole number from 0, that of completed steps. Pass int(step), "
             "outside jit, grad, scan and the like."
         )
     raise ConfigError(

@@ -40,9 +40,11 @@ def test_a_step_is_a_whole_number_of_any_kind(step):
     assert completed_steps(SimpleNamespace(step=step)) == 2
 
 
-@pytest.mark.parametrize("step", [None, "2", 1.5, math.nan, math.inf, np.array([2]), jnp.ones(4)])
+@pytest.mark.parametrize("step", [None, "2", -1, 1.5, math.nan, math.inf, np.array([2]), jnp.ones(4)])
 def test_a_step_that_is_no_whole_number_is_refused_by_its_value(step):
-    with pytest.raises(ConfigError, match=r"step is .*; it must be one whole number.* Pass int\(step\), outside jit"):
+    with pytest.raises(
+        ConfigError, match=r"step is .*; it must be one whole number from 0.* Pass int\(step\), outside jit"
+    ):
         completed_steps(SimpleNamespace(step=step))
 
 
