@@ -121,15 +121,19 @@ class ScoringGuard:
         return guarded
 
     def _question_scoring(
-        self, name: str, task: Any, process_results: Callable[[Any, Any], Mapping[str, Any]]
+        self, name: str, task: Any, process_results: Callable[[Any, Any], Any]
     ) -> Callable[[Any, Any], Mapping[str, Any]]:
         def guarded(doc: Any, results: Any) -> Mapping[str, Any]:
             if not self.failed(name):
                 try:
-                    return process_results(doc, results)
+                    scored = process_results(doc, results)
                 except (Exception, SystemExit) as error:
                     metrics = ", ".join(task.aggregation()) or "no metric"
                     self._keep(name, "", f"scoring a question ({metrics}) raised {_text(error)}")
+                else:
+                    if isinstance(scored, Mapping):
+                        return scored
+                    self._keep(name, "", f"scoring a question returned a {type(scored).__name__}, no mapping")
             return {}
 
         return guarded

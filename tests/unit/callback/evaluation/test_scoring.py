@@ -46,6 +46,7 @@ def exit_results(doc, results): sys.exit(3)
 def nan_results(doc, results): return {"exact_match": math.nan}
 def no_results(doc, results): return {}
 def said(items): return "good"
+def return_nothing(doc, results): pass
 """
 
 
@@ -131,6 +132,8 @@ BROKEN = {
             "its aggregation over 2 questions is nan, no finite number. Correct"),
     "text": (WORDS + metrics("exact_match", aggregation="!function own.said"), "exact_match",
              "is 'good', no finite number. Correct"),
+    "none": (WORDS + "process_results: !function own.return_nothing\n" + metrics("exact_match"), "",
+             "scoring a question returned a NoneType, no mapping. Correct"),
     "nothing": (WORDS + "process_results: !function own.no_results\n" + metrics("exact_match"), "", "it has no score"),
 }  # fmt: skip
 """Tasks whose code fails after the answers: the text, the metric that is named, the error that is named."""
