@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import os
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -142,14 +143,22 @@ def _checked(value: Any, kinds: _Kinds, name: str) -> Any:
         known = [*choices, *([None] if types.NoneType in origins else [])]
         shown = ", ".join("null" if choice is None else str(choice) for choice in known)
         raise ConfigError(f"{name} is {value!r}; it must be one of {shown}. Correct it.")
+    if (
+        isinstance(value, str)
+        and value in ("None", "none")
+        and types.NoneType in origins
+        and origins & {str, Annotated}
+    ):
+        raise ConfigError(
+            f"{name} is the text {value!r}; no value is written null in YAML, None in Python. Correct it."
+        )
     if isinstance(value, str) and FilePath in kinds:
         return _expanded(value, name)
     if isinstance(value, str | os.PathLike) and any(map(_is_path, origins)):
         return _local_path(value, str in origins, name)
-    if all(map(_is_known, origins)) and not _fits(value, origins):
-        texts = dict.fromkeys(_text_of(kind) for kind in (*_NAMES, *origins) if kind in origins)
+    if text := misfit(value, kinds):
         fix = f"Use [{value!r:.200}]" if isinstance(value, str) and origins & {list, tuple} else "Correct it"
-        raise ConfigError(f"{name} is {value!r:.200}; it must be {' or '.join(texts)}. {fix}.")
+        raise ConfigError(f"{name} is {value!r:.200}; it must be {text}. {fix}.")
     if isinstance(value, dict):
         return _checked_values(value, kinds, name)
     return _checked_items(value, kinds, name) if isinstance(value, list | tuple) else value
@@ -183,6 +192,14 @@ def _checked_items(items: Sequence[Any], kinds: _Kinds, name: str) -> Any:
         unchanged = all(new is old for new, old in zip(checked, items, strict=True))
         return items if unchanged and isinstance(items, container) else container(checked)
     return items
+
+
+def misfit(value: Any, kinds: Sequence[Any]) -> str:
+    """The words for what a value must be, where it has none of some known types; else ""."""
+    origins = set(map(_origin, kinds))
+    if not all(map(_is_known, origins)) or _fits(value, origins):
+        return ""
+    return " or ".join(dict.fromkeys(_text_of(kind) for kind in (*_NAMES, *origins) if kind in origins))
 
 
 def _fits(value: Any, origins: set[Any]) -> bool:
@@ -239,6 +256,8 @@ def _is_python(value: Any) -> bool:
 
 
 def _expanded(path: str, name: str) -> str:
+    if re.search(r"\$\w|\$\{", path) and not os.path.lexists(path):
+        raise ConfigError(f"{name} is {path!r}, and variables of a shell mean nothing in it. Write the whole path.")
     if not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)

@@ -197,6 +197,22 @@ def test_every_option_that_names_a_path_has_its_type(command, monkeypatch):
         option_path("~nobody-at-all/a")
 
 
+@pytest.mark.parametrize("path", ["$HOME/a", "${HOME}/a", "gs://a/$USER", "${oc.env:HOME}/a"])
+def test_a_path_with_a_variable_of_a_shell_is_refused_unless_it_exists(path, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"log_dir is '.*', and variables of a shell mean nothing in it"):
+        TrainerConfig(log_dir=path)
+    monkeypatch.chdir(tmp_path)
+    Path("$a").touch()
+    assert [TrainerConfig(log_dir=name).log_dir for name in ("$a", "a$", "a$.b")] == ["$a", "a$", "a$.b"]
+
+
+@pytest.mark.parametrize("text", ["None", "none"])
+def test_the_text_none_is_no_value_of_a_key_that_may_be_null(text):
+    with pytest.raises(ConfigError, match=f"run_id is the text '{text}'; no value is written null in YAML, None in Py"):
+        TrainerConfig(run_id=text)
+    assert TrainerConfig(run_id="none-2").run_id == "none-2"
+
+
 OPTIONS_OF_NO_PATHS = {"model", "tokenizer", "dry_run"}
 """Names, or directories that their readers expand; and a switch."""
 

@@ -96,7 +96,7 @@ def checkpoint_at(path: str, key: str = "checkpoint_path", base_model: str | Non
 def _checkpoint_at(path: str, key: str, base_model: str | None) -> Checkpoint:
     if "://" in path:
         return saved_model(path, base_model=base_model) if has_checkpoint(path) else HfCheckpoint(path=path)
-    if (Path(path) / "config.json").is_file():
+    if any((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json")):
         return HfCheckpoint(path=path)
     if not Path(path).is_dir():
         raise ConfigError(

@@ -78,6 +78,7 @@ def evaluate(config: EvalConfig, hosts: Hosts) -> int:
         check_trackers(config.trainer.tracker)
         check_log_dir(config.trainer.log_dir)
         checkpoint = checkpoint_at(config.checkpoint, "checkpoint", config.base_model)
+        checkpoint.limits()  # what is no model is refused before a tokenizer is looked for beside it
         name = config.tokenizer or checkpoint.tokenizer
         return fetch_tokenizer(name, config.trust_remote_code, checkpoint.described_at)
 

@@ -143,6 +143,7 @@ class _Run:
             check_trackers(config.trainer.tracker)  # before anything is read
             check_log_dir(config.trainer.log_dir)
             checkpoint = resolve_checkpoint(config)
+            checkpoint.limits()  # what is no model is refused before a tokenizer is looked for beside it
             name = config.tokenizer or checkpoint.tokenizer
             return fetch_tokenizer(name, config.trust_remote_code, checkpoint.described_at)
 

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, Protocol
 
 import numpy as np
 
+from lockstep.callback.config import InferenceEvalConfig
 from lockstep.errors import ConfigError, LockstepError
 
 
@@ -37,6 +38,29 @@ def by_one_thread[**Arguments, Result](
     return alone
 
 
+def check_made_of(config: Any, tokenizer: Any, tracker: Any) -> None:
+    """Refuse what a callback cannot be made of, such as the path of a file in place of what is in it.
+
+    Raises:
+        ConfigError: The configuration, the tokenizer or the tracker is something else.
+    """
+    if not isinstance(config, InferenceEvalConfig):
+        raise ConfigError(
+            f"the configuration of a callback is a {type(config).__name__}; it must be a lockstep.InferenceEvalConfig. "
+            "Write lockstep.InferenceEvalConfig(prompts=[...], eval_every=100)."
+        )
+    if not all(hasattr(tokenizer, name) for name in ("get_vocab", "convert_tokens_to_ids")):
+        raise ConfigError(
+            f"the tokenizer of a callback is a {type(tokenizer).__name__}; it must be one of transformers. Load it: "
+            "transformers.AutoTokenizer.from_pretrained(...)."
+        )
+    if tracker is not None and not all(hasattr(tracker, name) for name in ("log", "log_rows")):
+        raise ConfigError(
+            f"the tracker of a callback is a {type(tracker).__name__}; it must be a lockstep.report.Tracker. Wrap it: "
+            "lockstep.report.WandbTracker(run, alone=False) of a run of W&B."
+        )
+
+
 def completed_steps(info: Any) -> int:
     """The number of completed steps.
 
@@ -48,12 +72,12 @@ def completed_steps(info: Any) -> int:
             continue
         value = getattr(info, name)
         try:
-            if not np.shape(value) and int(value) == value:
+            if not np.shape(value) and 0 <= int(value) == value:
                 return int(value)
         except (TypeError, ValueError, OverflowError):  # a traced value, too
             pass
         raise ConfigError(
-            f"{name} is {value!r:.200}; it must be one whole number, the number of completed steps. Pass int(step), "
+            f"{name} is {value!r:.200}; it must be one whole number from 0, that of completed steps. Pass int(step), "
             "outside jit, grad, scan and the like."
         )
     raise ConfigError(

@@ -5,13 +5,14 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.evaluation import ModelSession, TaskRounds, limits_of
-from lockstep.callback.loop_calls import by_one_thread, completed_steps, sampled_model
+from lockstep.callback.loop_calls import by_one_thread, check_made_of, completed_steps, sampled_model
 from lockstep.callback.reporter import Reporter
 from lockstep.callback.round import RoundPrompts, keep_answers, read_round_prompts, run_round, with_drafts
 from lockstep.engine import EarlierAnswers, Engine
@@ -37,6 +38,10 @@ KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "tasks_left
 """Attributes of a callback that a checkpoint keeps; the leader's own failures and errors in a row begin anew."""
 
 
+WRITERS: weakref.WeakValueDictionary[str, "SampleCallback"] = weakref.WeakValueDictionary()
+"""The callbacks of this process that write rows, by directory."""
+
+
 class SampleCallback:
     """Samples from the model inside a training loop, on all hosts in lockstep; training goes on untouched.
 
@@ -48,7 +53,7 @@ class SampleCallback:
         config: When to sample, what, and within which limits.
         tracker: The tracker that rows and scalars go to, after the round, while training goes on; used by the leader
             alone, from a thread of its own, so it may be slow. It stays the caller's to finish. None for none.
-        name: The prefix of the table and of the metrics; two callbacks in one run need two names.
+        name: The prefix of the table and of the metrics; two callbacks in one run need two names, and two directories.
         output_dir: The directory where the leader appends to ``samples.jsonl``; None for no file.
         hosts: The processes of the job; None for those of the job at the first round or `check`, which may be joined
             after the callback is made.
@@ -78,6 +83,7 @@ class SampleCallback:
         dtype: str | None = None,
         every_call: bool = False,
     ) -> None:
+        check_made_of(config, tokenizer, tracker)
         self.config = config
         if isinstance(config.prompts, str):
             self.config = dataclasses.replace(config, prompts=absolute_path(config.prompts))
@@ -104,6 +110,13 @@ class SampleCallback:
             tracker=tracker,
             samples_path=None if output_dir is None else Path(absolute_path(output_dir)) / "samples.jsonl",
         )
+        if output_dir is not None:
+            other = WRITERS.setdefault(absolute_path(output_dir), self)
+            if other.name != name:
+                raise ConfigError(
+                    f"output_dir of callback {name!r} is that of {other.name!r} ({os.fspath(output_dir)}), and rows do "
+                    "not say whose they are. Give each callback a directory of its own."
+                )
         self._job_hosts = JobHosts(hosts)
         self._every_call = every_call
         self.tasks: TaskRounds | None = None

@@ -12,6 +12,7 @@ from draccus.choice_types import CHOICE_TYPE_KEY, ChoiceType
 from draccus.parsers import decoding
 from draccus.utils import DecodingError, ParsingError
 
+from lockstep.config_fields import misfit
 from lockstep.configuration.fields import choices_of, options_of, ordered_fields, refused_keys
 from lockstep.configuration.yaml_values import WrittenFloat, WrittenInteger
 from lockstep.errors import ConfigError, LockstepError
@@ -42,6 +43,7 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
         cls = _dataclass_of(kind, value, path, where)
         if cls is None:
             of_values = [typing.get_args(kind)[1] for kind in kinds if typing.get_origin(kind) in (dict, Mapping)]
+            _check_kind(value, kinds, path, where)
             inner_kind = of_values[0] if of_values else Any
             return {key: checked_values(inner_kind, inner, (*path, str(key)), where) for key, inner in value.items()}
         hints = typing.get_type_hints(cls)
@@ -55,6 +57,7 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
         return {key: checked_values(inner_kinds[key], inner, (*path, key), where) for key, inner in value.items()}
     lists = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) in (tuple, list)]
     if isinstance(value, list):
+        _check_kind(value, kinds, path, where)
         items = tuple(item for arguments in lists for item in arguments if item is not Ellipsis)
         item_kind = typing.Union[items] if items else Any  # noqa: UP007 (of types that are known at run time alone)
         return [checked_values(item_kind, item, (*path, str(index)), where) for index, item in enumerate(value)]
@@ -69,9 +72,47 @@ def checked_values(kind: Any, value: Any, path: tuple[str, ...], where: str) -> 
         if isinstance(value, bool):
             raise ConfigError(f"{where}: {name!r} is {value} to YAML; it must be a text. Put it in quotes.")
         return getattr(value, "source", value)
+    _check_scalar(value, kinds, name, where)
     if isinstance(value, WrittenInteger | WrittenFloat):
         return int(value) if isinstance(value, int) else float(value)
     return value
+
+
+def _check_kind(value: Any, kinds: Sequence[Any], path: tuple[str, ...], where: str) -> None:
+    """Refuse a mapping or a list where neither goes, as the keys of a list, which draccus takes for its items."""
+    if not (text := misfit(value, kinds)) or isinstance(value, Mapping) and any(map(choices_of, kinds)):
+        return
+    fix = "Put it in quotes if it is a text" if str in kinds else "Correct it"
+    if isinstance(value, Mapping) and text.startswith("a list"):
+        shown = ", ".join(map(str, value)) if set(value.values()) == {None} else "first, second"
+        fix = f"Write all of it: [{shown}]"
+    raise ConfigError(f"{where}: {'.'.join(path)!r} is {value!r:.80}; it must be {text}. {fix}.")
+
+
+def _check_scalar(value: Any, kinds: Sequence[Any], name: str, where: str) -> None:
+    """Refuse what draccus can make no number and no switch of."""
+    scalars = [kind for kind in kinds if kind is not type(None)]
+    if value is None or len(scalars) != 1 or scalars[0] not in (int, float, bool):
+        return
+    try:
+        draccus.decode(scalars[0], value)
+    except (ParsingError, TypeError, ValueError):
+        text = getattr(value, "source", str(value))
+        fix = "Correct it"
+        if scalars[0] is int and (number := _whole(text)) is not None:
+            fix = f"Write {number}"
+        elif type(None) in kinds and text in ("auto", "none", "None"):
+            fix = "Write null"
+        raise ConfigError(f"{where}: {name!r} is {text!r:.80}; it must be {misfit([], kinds)}. {fix}.") from None
+
+
+def _whole(text: str) -> int | None:
+    """The whole number that somebody means by ``1e3``, ``1,000`` or ``1000.0``."""
+    try:
+        number = float(text.replace(",", ""))
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() and abs(number) < 2**53 else None
 
 
 def _block(kinds: Sequence[Any], value: Any) -> type[Any] | None:

@@ -60,8 +60,11 @@ class _Loader(SafeLoaderWithInclusion):
         return number
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
+for _name in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _Loader.construct_number)
+for _name in ("timestamp", "value"):  # no key has a date, and "=" is a text
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _Loader.construct_yaml_str)
+_Loader.add_constructor("!include", _Loader.construct_undefined)
 
 
 def load_yaml(text: str) -> Any:
@@ -74,14 +77,19 @@ def read_yaml(path: str, key: str = "config_path") -> tuple[dict[str, Any], str]
     try:
         with open(os.path.expanduser(path), "rb") as file:
             text = file.read(CONFIGURATION_BYTES + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--{key} {path} is no text in UTF-8 ({error.reason} at byte {error.start}). Save it so."
+        ) from None
+    except OSError as error:
         raise ConfigError(f"--{key} {path} cannot be read: {error}. Check the path.") from error
     if len(text) > CONFIGURATION_BYTES:
         raise ConfigError(f"{path} has more than {CONFIGURATION_BYTES:,} bytes. Put prompts into a file of their own.")
     try:
         values = load_yaml(text) if text else text
     except Exception as error:  # the YAML parser has its own errors
-        raise ConfigError(f"{path} is not YAML: {yaml_reason(error)}. Correct it there.") from None
+        fix = "Replace its no-break spaces (U+00A0) by spaces" if "\u00a0" in text else "Correct it there"
+        raise ConfigError(f"{path} is not YAML: {yaml_reason(error)}. {fix}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping. Write 'key: value' lines.")
     if _is_longer(values, CONFIGURATION_VALUES):

@@ -1,12 +1,15 @@
 """A program's main function, whose end is that of the job: in order, or at once on every process."""
 
 import contextlib
+import functools
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep.errors import HostError
 from lockstep.exits import TERMINATED, work_hangs
@@ -18,6 +21,9 @@ from lockstep.printable import print_to_stderr
 
 HANDLER_S = 2.0
 """Seconds after SIGTERM that the main thread may spend in a call outside Python; then a thread ends the process."""
+
+AGAIN_S = 0.05
+"""Seconds until a signal is sent again whose exception was dropped."""
 
 _handled = threading.Event()
 
@@ -62,6 +68,7 @@ def run_main(main: Callable[[], object], *, debug: bool = False) -> None:
         # Python's default ends the process without an announcement, and the peers would wait for it.
         signal.signal(signal.SIGTERM, _terminate)
         _watch_signals()
+        sys.unraisablehook = functools.partial(_deliver_again, sys.unraisablehook)
     try:
         result = main()
         code = result if isinstance(result, int) else 0
@@ -90,6 +97,15 @@ def _job() -> Hosts | None:
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     _handled.set()
     raise Terminated(current_without_devices().last_phase)
+
+
+def _deliver_again(hook: Callable[[Any], object], unraisable: Any) -> None:
+    """Send a signal again whose exception was dropped, as in a callback of the garbage collector: JAX has one."""
+    for kind, number in ((Terminated, signal.SIGTERM), (KeyboardInterrupt, signal.SIGINT)):
+        if isinstance(unraisable.exc_value, kind):
+            threading.Timer(AGAIN_S, os.kill, (os.getpid(), number)).start()
+            return
+    hook(unraisable)
 
 
 def _watch_signals() -> None:

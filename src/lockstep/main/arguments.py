@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import yaml
+
 from lockstep.configuration import decode_config, load_yaml, read_yaml, yaml_reason
 from lockstep.errors import ConfigError
 from lockstep.plugins import modules_beside
@@ -91,7 +93,7 @@ def pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(f"argument --{key} has no value. Write --{key} VALUE (true or false for a switch).")
             text = rest.pop(0)
         try:
-            yield key, text if key == CONFIG_PATH or not text else load_yaml(text)
+            yield key, text if key == CONFIG_PATH or not text else _value(text)
         except Exception as error:  # the YAML parser has its own errors
             shown = "a value" if SECRET_OPTION.search(key) else f"the value {text!r}"
             raise ConfigError(
@@ -99,9 +101,20 @@ def pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             ) from None
 
 
+def _value(text: str) -> Any:
+    """The value of an argument, of which nothing is a comment."""
+    node = yaml.compose(text, yaml.SafeLoader)
+    if "#" in text[node.end_mark.index if node else 0 :]:
+        raise ValueError("what follows # is a comment")
+    return load_yaml(text)
+
+
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
-    for parent in parents:
+    for depth, parent in enumerate(parents, 1):
         inner = values.get(parent)
+        if isinstance(inner, list):
+            whole = ".".join(parents[:depth])
+            raise ConfigError(f"--{key}: {whole} is a list in the file. Give all of it: --{whole} '[…]'.")
         values[parent] = values = dict(inner) if isinstance(inner, dict) else {}  # an alias has the same one elsewhere
     values[last] = value

@@ -1,6 +1,5 @@
 """The ``lockstep`` command."""
 
-import importlib.metadata
 import io
 import os
 import select
@@ -12,7 +11,6 @@ from collections.abc import Sequence
 from lockstep import exits
 from lockstep.errors import LockstepError
 from lockstep.files import advice_of
-from lockstep.launch import own_words, without_debug
 from lockstep.main.commands import COMMANDS, find_command
 from lockstep.printable import error_line
 
@@ -27,8 +25,12 @@ def run(arguments: Sequence[str]) -> int:
         _show(overview())
         return exits.DONE if arguments else exits.USAGE
     if arguments[0] == "--version":
+        import importlib.metadata
+
         _show(f"lockstep {importlib.metadata.version('jax-lockstep')}")
         return exits.DONE
+    from lockstep.launch import own_words
+
     command, rest = find_command(arguments[0]), list(arguments[1:])
     asked = next((index for index, word in enumerate(own_words(rest)) if word in HELP), None)
     if asked is not None and not command.own_help:
@@ -42,16 +44,19 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point: run the command of this process's arguments and leave the job in order."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # While modules are imported Ctrl-C ends the process: an exception would show the import, or break one of C.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from lockstep.launch import without_debug
+
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no character that its encoding does not have ends a command
     arguments, debug = without_debug(sys.argv[1:])
     for command in COMMANDS:
         if command.name in arguments[:1] and not command.joins_job:
             sys.exit(run_alone(sys.argv[1:] if command.own_help else arguments, debug))
-    try:
-        from lockstep.hosts import run_main
-    except KeyboardInterrupt:  # importing JAX takes a second
-        sys.exit(exits.INTERRUPTED)
+    from lockstep.hosts import run_main
+
     run_main(lambda: run(arguments), debug=debug)
 
 
@@ -64,6 +69,8 @@ def run_alone(arguments: Sequence[str], debug: bool) -> int:
             traceback.print_exc()
         print(error_line(error), file=sys.stderr)
         return exits.FAILED
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
     except BrokenPipeError:
         if not _reader_has_left():
             raise

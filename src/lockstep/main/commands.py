@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import difflib
 import importlib
+import signal
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -56,7 +57,10 @@ class Command:
     joins_job: bool = True  # whether it is a process of a job, and loads jax
 
     def run(self, arguments: Sequence[str]) -> int:
-        return int(_load(self.function)(arguments))
+        function = _load(self.function)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `lockstep.main.cli.main` has it until here
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return int(function(arguments))
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add what it can be given beside keys."""

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.models.low_rank import merge_lora
-from lockstep.models.registry import check_all_read, named_parameters
+from lockstep.models.registry import check_all_read, class_name, named_parameters
 from lockstep.models.weights import (
     LINEAR_WEIGHTS,
     MLP_WEIGHTS,
@@ -85,6 +85,10 @@ class NamesReader:
             UnreadParameterError: A parameter of the model is not in the table.
         """
         by_name = named_parameters(model)
+        if not by_name:
+            raise ConfigError(
+                f"a {class_name(type(model))} is no pytree with parameters. Pass one, such as a plain dict of arrays."
+            )
         read = {name: self._weight(name, entry, by_name) for name, entry in self.table.items()}
         layers = LayerWeights(**{name: weight for name, weight in read.items() if name in STACKED})
         weights = DecoderWeights(layers=layers, **{name: w for name, w in read.items() if name not in STACKED})

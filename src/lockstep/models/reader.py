@@ -50,10 +50,12 @@ def _read_pair(model: tuple[Any, ...]) -> tuple[LlamaConfig, DecoderWeights]:
     match model:
         case (LlamaConfig() as config, DecoderWeights() as weights):
             return config, weights
-    kinds = ", ".join(class_name(type(item)) for item in model)
+    kinds = [class_name(type(item)) for item in model]
+    alone = next((kind for kind, item in zip(kinds, model, strict=True) if has_reader(type(item))), None)
+    fix = f"Pass the {alone} alone" if alone else "docs/your-trainer.md says how to make one"
     raise UnreadableModelError(
-        f"a tuple of ({kinds}) cannot be read as a model; only a pair (LlamaConfig, DecoderWeights) can. Pass such a "
-        "pair."
+        f"a tuple of ({', '.join(kinds)}) cannot be read as a model; only a pair (LlamaConfig, DecoderWeights) can. "
+        f"{fix}."
     )
 
 

@@ -173,8 +173,22 @@ def register_reader(
     def register(reader: Reader) -> Reader:
         @functools.wraps(reader)
         def checked(model: Any) -> tuple[LlamaConfig, DecoderWeights]:
-            config, weights = reader(model)
-            own = parameters(model)
+            name = f"the reader {getattr(reader, '__name__', reader)} of a {class_name(type(model))}"
+            try:
+                pair: object = reader(model)
+            except LockstepError:
+                raise
+            except Exception as error:
+                raise UnreadableModelError(f"{name} raised {type(error).__name__}: {error}. Correct it.") from error
+            match pair:
+                case (LlamaConfig() as config, DecoderWeights() as weights):
+                    own = parameters(model)
+                case _:
+                    kinds = [class_name(type(item)) for item in (pair if isinstance(pair, tuple) else [pair])]
+                    raise UnreadableModelError(
+                        f"{name} returned {', '.join(kinds)}; it must return a pair (LlamaConfig, DecoderWeights). "
+                        "Correct it."
+                    )
             if own is model and not named_parameters(model):
                 _warn_of_no_parameters(class_name(type(model)))
             check_all_read(own, weights, ignore=ignore)

@@ -273,7 +273,7 @@ def _parse(index: int, item: object, fields: PromptFields, *, strict: bool) -> P
     if not isinstance(item, Mapping):
         raise PromptError(f"{item!r} is not a prompt. Write a text, {{prompt, answer}} or {{messages, answer}}.")
     if strict and (unknown := [key for key in item if key not in INLINE_KEYS]):
-        raise PromptError(f"unknown field {unknown[0]!r}; a prompt has {', '.join(INLINE_KEYS)}.")
+        raise PromptError(f"unknown field {unknown[0]!r}; a prompt has {', '.join(INLINE_KEYS)}. Quote a text.")
     text, messages, answer = item.get(fields.prompt), item.get(fields.messages), item.get(fields.answer)
     named = fields.messages
     if messages is None and isinstance(text, Sequence) and not isinstance(text, str):

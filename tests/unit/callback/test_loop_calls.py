@@ -1,5 +1,6 @@
 """What a training loop may pass, and that it calls from one thread."""
 
+import gc
 import math
 import threading
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.loop_calls import completed_steps
 from lockstep.errors import ConfigError, LockstepError
 from tests import tiny
@@ -40,10 +42,46 @@ def test_a_step_is_a_whole_number_of_any_kind(step):
     assert completed_steps(SimpleNamespace(step=step)) == 2
 
 
-@pytest.mark.parametrize("step", [None, "2", 1.5, math.nan, math.inf, np.array([2]), jnp.ones(4)])
+@pytest.mark.parametrize("step", [None, "2", -1, 1.5, math.nan, math.inf, np.array([2]), jnp.ones(4)])
 def test_a_step_that_is_no_whole_number_is_refused_by_its_value(step):
-    with pytest.raises(ConfigError, match=r"step is .*; it must be one whole number.* Pass int\(step\), outside jit"):
+    with pytest.raises(
+        ConfigError, match=r"step is .*; it must be one whole number from 0.* Pass int\(step\), outside jit"
+    ):
         completed_steps(SimpleNamespace(step=step))
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "text"),
+    [
+        ({"prompts": ["one"]}, None, r"configuration of a callback is a dict; it must be a lockstep.InferenceEvalConf"),
+        ("run.yaml", None, r"configuration of a callback is a str; .* Write lockstep.InferenceEvalConfig\("),
+        (InferenceEvalConfig(prompts=["one"]), tiny.TOKENIZER, r"tokenizer of a callback is a str; .* Load it: transf"),
+        (
+            InferenceEvalConfig(prompts=["one"]),
+            None,
+            r"tokenizer of a callback is a NoneType; it must be one of transf",
+        ),
+    ],
+)
+def test_what_a_callback_cannot_be_made_of_is_named(config, tokenizer, text):
+    with pytest.raises(ConfigError, match=text):
+        SampleCallback(config, tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"tracker of a callback is a builtin_.*; .* Wrap it: lockstep.report.WandbTr"
+    ):
+        SampleCallback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer(), tracker=print)
+
+
+def test_callbacks_of_two_names_need_two_directories(tmp_path):
+    def made(name, directory):
+        return SampleCallback(InferenceEvalConfig(prompts=["one"]), tiny.tokenizer(), name=name, output_dir=directory)
+
+    first, again, second = made("a", tmp_path), made("a", tmp_path), made("b", tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"output_dir of callback 'b' is that of 'a' \(.*Give each .* a directory of"):
+        made("b", tmp_path)
+    del first, again, second
+    gc.collect()
+    made("b", tmp_path)
 
 
 def test_a_traced_step_is_refused():

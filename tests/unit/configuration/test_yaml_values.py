@@ -29,3 +29,20 @@ def test_merges_of_merges_are_refused_before_they_fill_the_memory(tmp_path):
     (tmp_path / "run.yaml").write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="more than 100,000 values are merged here, line"):
         parse_arguments(TrainLmConfig, ["--config_path", str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("seed: 1".encode("utf-16"), "run.yaml is no text in UTF-8 .* at byte 0.. Save it so"),
+        (
+            "a:\n\u00a0\u00a0b: 1\n  c: 1\n".encode(),
+            r"is not YAML: .* Replace its no-break spaces \(U\+00A0\) by spaces",
+        ),
+        (b"a: !include /etc/hostname\n", "constructor for the tag '!include', line 1"),
+    ],
+)
+def test_what_editors_and_web_pages_put_into_a_file_is_named(tmp_path, data, text):
+    (tmp_path / "run.yaml").write_bytes(data)
+    with pytest.raises(ConfigError, match=text):
+        parse_arguments(TrainLmConfig, ["--config_path", str(tmp_path / "run.yaml")])

@@ -1,6 +1,7 @@
 """How run_main ends a process."""
 
 import errno
+import subprocess
 import sys
 
 import pytest
@@ -82,3 +83,26 @@ def test_what_nobody_foresaw_always_has_its_stack(capsys, debug):
     printed = capsys.readouterr().err
     assert "KeyError: 'oops'" in printed and printed.splitlines()[-1].startswith("error: 'prepare' failed")
     assert ("lockstep.errors.PeerError" in printed) == debug
+
+
+COLLECTED = """
+import gc, os, signal, time
+from lockstep.hosts import run_main
+sent = []
+def callback(phase, info):
+    if not sent:
+        sent.append(phase)
+        os.kill(os.getpid(), signal.{name})
+def main():
+    gc.callbacks.append(callback)
+    gc.collect()
+    time.sleep(60)
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_in_a_callback_of_the_garbage_collector_is_not_lost(name, code):
+    """Python drops the exceptions of such a callback, and JAX has one."""
+    done = subprocess.run([sys.executable, "-c", COLLECTED.format(name=name)], capture_output=True, text=True)
+    assert done.returncode == code and "Exception ignored" not in done.stderr, done.stderr

@@ -38,6 +38,7 @@ class Outer:
     text: str | list[str | dict[str, int]] = "x"
     tags: tuple[str, ...] = ()
     sizes: list[int] | None = None
+    most: int | None = None
     free: dict[str, Any] = dataclasses.field(default_factory=dict)
     name: str
 
@@ -94,12 +95,20 @@ def test_what_a_file_says_twice_is_refused_and_an_alias_is_changed_in_one_place(
         (["--name"], "argument --name has no value"),
         (["--name", "--inner.steps", "1"], "argument --name has no value"),
         (["--name", "[a"], "not YAML"),
+        (["--name", "run #3"], "--name has the value 'run #3', which is not YAML: what follows # is a comment. Quote"),
+        (["--name", "#"], "what follows # is a comment"),
+        (["--tags", "[a]", "--tags.0", "b"], r"--tags.0: tags is a list in the file. Give all of it: --tags '\[…\]'"),
         (["--config_path", "none.yaml"], "none.yaml cannot be read"),
     ],
 )
 def test_arguments_that_cannot_be_read(arguments, text):
     with pytest.raises(ConfigError, match=text):
         parse_arguments(Outer, arguments)
+
+
+def test_dates_and_equals_signs_are_texts_and_a_hash_in_quotes_is_no_comment():
+    config = parse_arguments(Outer, ["--name", "2026-11-30", "--tags", "[=, 2026-11-30 12:00:00, '#']"])
+    assert (config.name, config.tags) == ("2026-11-30", ("=", "2026-11-30 12:00:00", "#"))
 
 
 def test_first_words_get_their_keys():

@@ -18,6 +18,14 @@ from tests import tiny
 from tests.tasks import write_tasks
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """`cli.main` ends the process at Ctrl-C until a command runs."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_commands(capsys):
     assert cli.run(["--help"]) == 0
     shown = capsys.readouterr().out
@@ -32,19 +40,6 @@ def test_commands(capsys):
 def test_version(capsys):
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("lockstep 0.")
-
-
-def test_ctrl_c_while_libraries_are_imported_ends_without_a_stack(monkeypatch):
-    class Interrupted:
-        def find_spec(self, name, *rest):
-            if name == "lockstep.hosts":
-                raise KeyboardInterrupt
-
-    monkeypatch.delitem(sys.modules, "lockstep.hosts")
-    monkeypatch.setattr(sys, "meta_path", [Interrupted()])
-    monkeypatch.setattr(sys, "argv", ["lockstep", "train-lm"])
-    with pytest.raises(SystemExit, match="130"):
-        cli.main()
 
 
 @pytest.mark.parametrize("arguments", [["--help", "trainer"], ["--config_path", "none.yaml", "-h", "trainer"]])
@@ -102,6 +97,37 @@ def test_a_full_disk_ends_any_command_with_a_line(monkeypatch, capsys, command):
     assert capsys.readouterr().err == (
         f"error: [Errno {errno.ENOSPC}] No space left: 'rows'. Free space there, or choose another place.\n"
     )
+
+
+STOPPED = """
+import importlib.abc, os, signal, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from lockstep.main.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("module", "command"), [("lockstep.launch", "tail"), ("rich.live", "tail"), ("jax", "export")])
+def test_ctrl_c_while_modules_are_imported_ends_a_command_without_a_word(module, command):
+    words = [sys.executable, "-c", STOPPED.format(module=module), command, "runs"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_in_a_command_without_a_job_ends_it_with_130(monkeypatch, capsys):
+    def interrupted(arguments):
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("lockstep.main.results.run_tail", interrupted)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "tail", "runs"])
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.slow

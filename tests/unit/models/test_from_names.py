@@ -204,3 +204,11 @@ def test_an_adapter_that_only_some_layers_have_is_named():
     del theirs["blocks"][1]["q_lora_b"]
     with pytest.raises(ConfigError, match=r"blocks\.1\.q has no LoRA factors and another layer of blocks\.\{\}\.q has"):
         from_names(TABLE, lora=LoraNames(scale=0.5))(theirs)
+
+
+def test_a_model_that_is_no_pytree_is_named():
+    class Params(dict):
+        """JAX takes a subclass of dict for a leaf."""
+
+    with pytest.raises(ConfigError, match=r"a .*Params is no pytree with parameters\. Pass one, such as a plain dict"):
+        from_names(TABLE)(Params(embed=draw(2, 2)))

@@ -168,8 +168,12 @@ def test_an_unknown_class_is_named_with_the_supported_ones() -> None:
 
 
 def test_a_tuple_of_something_else_is_named() -> None:
-    with pytest.raises(UnreadableModelError, match=r"a tuple of \(builtins\.int, builtins\.str\) cannot be read"):
+    with pytest.raises(
+        UnreadableModelError, match=r"a tuple of \(builtins\.int, builtins\.str\) .*DecoderWeights\) can\. docs/"
+    ):
         read_decoder((1, "a"))
+    with pytest.raises(UnreadableModelError, match=r"Pass the lockstep\.models\.llama\.LlamaLMHeadModel alone"):
+        read_decoder((object.__new__(LlamaLMHeadModel), "the state of an optimizer"))
 
 
 def test_third_parties_can_register_a_reader() -> None:

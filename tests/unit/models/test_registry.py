@@ -23,22 +23,43 @@ class Special(Theirs):
     pass
 
 
-@register_reader(Theirs)
+PAIR = CONFIG, numpy_weights(CONFIG)
+
+
+@register_reader(Theirs, parameters=lambda model: None)
 def _read(model):
-    return "read", model
+    return PAIR
 
 
 def test_a_reader_reads_subclasses_too():
-    model = Special()
-    assert has_reader(Special) and read_registered(model) == ("read", model)
+    assert has_reader(Special) and read_registered(Special())[1] is PAIR[1]
 
 
 def test_a_closer_reader_comes_first():
     class Closest(Special):
         pass
 
-    register_reader(Closest)(lambda model: ("closest", model))
-    assert read_registered(Closest())[0] == "closest" and read_registered(Special())[0] == "read"
+    closest = dataclasses.replace(CONFIG, max_seq_len=32)
+    register_reader(Closest, parameters=lambda model: None)(lambda model: (closest, PAIR[1]))
+    assert read_registered(Closest())[0] is closest and read_registered(Special())[0] is CONFIG
+
+
+@pytest.mark.parametrize(
+    ("reader", "text"),
+    [
+        (lambda model: {}["nope"], r"reader <lambda> of a .*Wrong raised KeyError: 'nope'\. Correct it"),
+        (lambda model: None, r"reader <lambda> of a .*Wrong returned builtins.NoneType; it must return a pair \(Llama"),
+        (lambda model: PAIR[1], r"returned lockstep.models.weights.DecoderWeights; it must return a pair"),
+        (lambda model: PAIR[::-1], r"returned lockstep.*DecoderWeights, lockstep.*LlamaConfig; it must return a pair"),
+    ],
+)
+def test_a_reader_that_raises_or_returns_no_pair_is_named(reader, text):
+    class Wrong:
+        pass
+
+    register_reader(Wrong, parameters=lambda model: None)(reader)
+    with pytest.raises(UnreadableModelError, match=text):
+        read_registered(Wrong())
 
 
 def test_a_class_without_a_reader_is_named_with_the_supported_ones():

@@ -100,13 +100,12 @@ class ScoringGuard:
         """Whether a score of a task, or all of them, could not be computed."""
         return (task, "") in self.failures or (task, metric) in self.failures
 
-    def _keep(self, task: str, metric: str, work: str, error: BaseException) -> None:
+    def _keep(self, task: str, metric: str, reason: str) -> None:
         of = f"the metric {metric}" if metric else "none of its metrics"
         verb = "cannot be computed" if metric else "can be computed"
         self.failures.setdefault(
             (task, metric),
-            f"task {task}: {of} {verb}: {work} raised {type(error).__name__}: {error}. Correct the task's file, or "
-            "leave the metric out of its metric_list",
+            f"task {task}: {of} {verb}: {reason}. Correct the task's file, or leave the metric out of its metric_list",
         )
 
     def _filtering(self, name: str, task: Any, apply_filters: Callable[[], Any]) -> Callable[[], Any]:
@@ -114,7 +113,7 @@ class ScoringGuard:
             try:
                 return apply_filters()
             except (Exception, SystemExit) as error:  # a task's file is a program of the user's
-                self._keep(name, "", "a filter of its filter_list", error)
+                self._keep(name, "", f"a filter of its filter_list raised {_text(error)}")
             for instance in task.instances:
                 instance.filtered_resps.setdefault(NO_FILTER, instance.resps[0])
             return None
@@ -122,15 +121,19 @@ class ScoringGuard:
         return guarded
 
     def _question_scoring(
-        self, name: str, task: Any, process_results: Callable[[Any, Any], Mapping[str, Any]]
+        self, name: str, task: Any, process_results: Callable[[Any, Any], Any]
     ) -> Callable[[Any, Any], Mapping[str, Any]]:
         def guarded(doc: Any, results: Any) -> Mapping[str, Any]:
             if not self.failed(name):
                 try:
-                    return process_results(doc, results)
+                    scored = process_results(doc, results)
                 except (Exception, SystemExit) as error:
                     metrics = ", ".join(task.aggregation()) or "no metric"
-                    self._keep(name, "", f"scoring a question ({metrics})", error)
+                    self._keep(name, "", f"scoring a question ({metrics}) raised {_text(error)}")
+                else:
+                    if isinstance(scored, Mapping):
+                        return scored
+                    self._keep(name, "", f"scoring a question returned a {type(scored).__name__}, no mapping")
             return {}
 
         return guarded
@@ -142,11 +145,16 @@ class ScoringGuard:
             def value(items: Any) -> Any:
                 if self.failed(name):
                     return math.nan
+                work = f"its aggregation over {len(items)} questions"
                 try:
-                    return function(items)
+                    score = function(items)
                 except (Exception, SystemExit) as error:
-                    self._keep(name, metric, f"its aggregation over {len(items)} questions", error)
+                    self._keep(name, metric, f"{work} raised {_text(error)}")
                     return math.nan
+                if not (_is_number(score) and math.isfinite(score)):
+                    self._keep(name, metric, f"{work} is {score!r:.80}, no finite number")
+                    return math.nan
+                return score
 
             return value
 
@@ -188,6 +196,8 @@ def make_results(step: int, tasks: Mapping[str, Any], evaluated: Mapping[str, An
                 failures.append(f"group {name}: it has no {metric}, because a task of it has none")
                 continue
             scores[name][_score_name(metric, filter_name)] = value
+    without = [name for name in tasks if not scores.get(name) and name not in {task for task, _ in guard.failures}]
+    failures += [f"task {name}: it has no score. Check what its process_results returns" for name in without]
     for name, task in tasks.items():
         _warn_of_spaces(name, scores[name], samples[name])
         if not guard.failed(name):
@@ -291,6 +301,10 @@ def _prompt_and_text(sample: Mapping[str, Any], halves: int) -> tuple[str, str]:
         return prompt, ""
     best = max(range(len(answers) // halves), key=lambda number: answers[number][0])
     return str(arguments[best][0]), str(arguments[best][1])
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _is_number(value: Any) -> bool:

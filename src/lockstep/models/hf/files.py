@@ -6,9 +6,9 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -262,18 +262,37 @@ def unpack_heads(data: bytes) -> dict[str, bytes]:
         return {name: text.encode("latin-1") for name, text in parse_json(data, origin, dict, AGAIN).items()}
 
 
-def adapter_error(directory: str | os.PathLike[str]) -> ConfigError:
-    """Return the error of a directory with an adapter of PEFT."""
-    return ConfigError(
-        f"{os.fspath(directory)} has {ADAPTER_NAME}: transformers would add its adapter to the model, and lockstep "
-        "reads models alone. Give the base model, or merge the adapter (peft: merge_and_unload) and save that."
-    )
+FOREIGN: Final = {
+    ".gguf": "llama.cpp", ".h5": "Keras", ".keras": "Keras", ".msgpack": "Flax", ".nemo": "NeMo", ".npz": "MLX",
+    ".onnx": "ONNX", **dict.fromkeys((".bin", ".ckpt", ".distcp", ".pt", ".pth"), "PyTorch"),
+}  # fmt: skip
+"""The program that stores models in files of an ending."""
+
+
+def check_is_model(directory: str | os.PathLike[str], names: Iterable[str]) -> None:
+    """Refuse a directory whose files are those of an adapter, or a model as another program stores it.
+
+    Raises:
+        ConfigError: They are.
+    """
+    if ADAPTER_NAME in (names := sorted(names)):
+        raise ConfigError(
+            f"{os.fspath(directory)} has {ADAPTER_NAME}: transformers would add its adapter to the model, and lockstep "
+            "reads models alone. Give the base model, or merge the adapter (peft: merge_and_unload) and save that."
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    for name in names:
+        if program := FOREIGN.get(pathlib.PurePath(name).suffix):
+            raise ConfigError(
+                f"{os.fspath(directory)} has {name}, a model as {program} stores it, and no safetensors. Read it by "
+                "transformers where that can, and save it again (save_pretrained)."
+            )
 
 
 def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], dict[str, str]]:
     """The files of tensors, and the one of each tensor that an index says."""
-    if ADAPTER_NAME in heads:
-        raise adapter_error(directory)
+    check_is_model(directory, heads)
     if INDEX_NAME in heads:
         place = f"{directory}/{INDEX_NAME}"
         index = parse_json(heads[INDEX_NAME], place, dict, AGAIN)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from lockstep.errors import ConfigError
-from lockstep.models.hf.files import CONFIG_NAME, CheckpointFiles, files_in, read_heads
+from lockstep.models.hf.files import CONFIG_NAME, CheckpointFiles, check_is_model, files_in, read_heads
 from lockstep.models.hf.tensor_file import TensorFile
 from lockstep.urls import url_to_fs
 
@@ -32,6 +32,7 @@ def fingerprint(checkpoint: str) -> str:
     directory = os.path.expanduser(checkpoint)
     filesystem, root = url_to_fs(directory)
     present = files_in(filesystem, root.rstrip("/"))
+    check_is_model(checkpoint, present)
     if CONFIG_NAME not in present or not any(name.endswith(".safetensors") for name in present):
         raise ConfigError(
             f"{checkpoint} has no config.json with safetensors beside it. Give the directory of a Hugging Face "

@@ -30,10 +30,9 @@ from lockstep.models.families.registry import (
     vocab_size_from_hf,
 )
 from lockstep.models.hf.files import (
-    ADAPTER_NAME,
     CONFIG_NAME,
     CheckpointFiles,
-    adapter_error,
+    check_is_model,
     files_in,
     has_tensors,
     local_directory,
@@ -124,8 +123,7 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _parsed_config(text: bytes | None, path: str | os.PathLike[str]) -> dict[str, Any]:
     if text is None:
         filesystem, root = url_to_fs(path)
-        if ADAPTER_NAME in files_in(filesystem, root.rstrip("/")):
-            raise adapter_error(path)
+        check_is_model(path, files_in(filesystem, root.rstrip("/")))
         raise ConfigError(f"{path} has no config.json. Give the directory of a Hugging Face checkpoint.")
     return dict(text_part(parse_json(text, f"{path}/config.json", dict, "Download the checkpoint again.")))
 

@@ -43,6 +43,10 @@ def first(items): return items[0]
 def broken_results(doc, results): raise KeyError("no_such_field")
 def words(doc, results): return {"exact_match": 1.0, "no_numbers": "a text"}
 def exit_results(doc, results): sys.exit(3)
+def nan_results(doc, results): return {"exact_match": math.nan}
+def no_results(doc, results): return {}
+def said(items): return "good"
+def return_nothing(doc, results): pass
 """
 
 
@@ -124,6 +128,13 @@ BROKEN = {
                        "TypeError"),
     "filter": (WORDS + "filter_list: [{name: none, filter: [{function: take_first_k, k: 9}]}]\n"
                + metrics("exact_match"), "", "AssertionError"),
+    "nan": (WORDS + "process_results: !function own.nan_results\n" + metrics("exact_match"), "exact_match",
+            "its aggregation over 2 questions is nan, no finite number. Correct"),
+    "text": (WORDS + metrics("exact_match", aggregation="!function own.said"), "exact_match",
+             "is 'good', no finite number. Correct"),
+    "none": (WORDS + "process_results: !function own.return_nothing\n" + metrics("exact_match"), "",
+             "scoring a question returned a NoneType, no mapping. Correct"),
+    "nothing": (WORDS + "process_results: !function own.no_results\n" + metrics("exact_match"), "", "it has no score"),
 }  # fmt: skip
 """Tasks whose code fails after the answers: the text, the metric that is named, the error that is named."""
 

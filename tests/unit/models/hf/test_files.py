@@ -1,6 +1,7 @@
 """Files of safetensors, on a disk and behind URLs."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
         read_vocab_size(tmp_path)
 
     single = copy_of("llama3", tmp_path)
-    (single / "model.safetensors").rename(single / "pytorch_model.bin")
-    refused(single, r"neither model\.safetensors nor .*found config\.json, golden\.npz, pytorch_model\.bin")
+    (single / "model.safetensors").rename(single / "a.safetensors")
+    refused(single, r"neither model\.safetensors nor .*found a\.safetensors, config\.json, golden\.npz")
     (single / "model.safetensors").write_bytes(b"nonsense")
     refused(single, r"model\.safetensors cannot be read as safetensors")
     (single / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
@@ -143,3 +144,15 @@ def test_heads_of_another_host_are_those_of_this_one_and_anything_else_is_refuse
     for text in (b"[]", b"nonsense", b'{"a": 1}', b'{"a": "\\u20ac"}'):
         with pytest.raises(ConfigError, match="what process 0 read of the checkpoint"):
             unpack_heads(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "program"),
+    [("m.Q4_K_M.gguf", "llama.cpp"), ("pytorch_model.bin", "PyTorch"), ("flax_model.msgpack", "Flax")],
+)
+def test_a_model_of_another_program_is_named(name, program, tmp_path):
+    (tmp_path / name).touch()
+    text = rf"has {re.escape(name)}, a model as {program} stores it, and no safetensors\. .*save_pretrained"
+    for read in (read_hf_config, fingerprint, read_heads):
+        with pytest.raises(ConfigError, match=text):
+            read(str(tmp_path))
