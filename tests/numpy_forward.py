@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ class Family:
     """The norms before and after attention, before and after the MLP."""
     norm_over_heads: bool = False  # OLMo 2: one norm over all heads of q, and of k
     scaled_embedding: bool = False
-    interleaved: bool = False  # GLM, Cohere: neighbouring elements of a head are a pair
-    rotates_full: bool = True  # Cohere: layers without a window have no positions
+    interleaved: bool = False  # GLM, Cohere, ERNIE: neighbouring elements of a head are a pair
+    rotates_full: bool = True  # Cohere, EXAONE: layers without a window have no positions
     gated: bool = False  # Qwen3-Next: q_proj has a query and a gate of each head
     mlp: Callable[["Family", Config, "Tensors", Array], Array] | None = None
 
@@ -216,12 +217,14 @@ GEMMA = Family(gelu_tanh, norm_plus_one=True, norms=GEMMA_NORMS, scaled_embeddin
 OLMO_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 GLM_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3"), Family()),
+    **dict.fromkeys(("granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"), Family()),
+    "gemma": Family(gelu_tanh, norm_plus_one=True, scaled_embedding=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     **dict.fromkeys(("olmo2", "olmo3"), Family(norms=OLMO_NORMS, norm_over_heads=True)),
+    "exaone4": Family(norms=OLMO_NORMS, rotates_full=False),
+    "ernie4_5": Family(interleaved=True),
     "glm4": Family(norms=GLM_NORMS, interleaved=True),
-    "glm4_moe": Family(mlp=glm_moe),
-    "deepseek_v3": Family(mlp=glm_moe),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), Family(mlp=glm_moe)),
     "deepseek_v2": Family(mlp=deepseek_v2),
     "cohere2": Family(
         centered=True, parallel=True, norms=("input_layernorm", None, None, None), interleaved=True, rotates_full=False
@@ -288,7 +291,7 @@ def rotate(x: Array, rope: Config, interleaved: bool) -> Array:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: str) -> Array:
+def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: str, rotates: bool = True) -> Array:
     """Causal attention of one layer, of ``kind`` "full_attention" or "sliding_attention"."""
     batch, length, width = x.shape
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -314,11 +317,11 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
     rope = config["rope_parameters"]
     rope = rope.get(kind, rope)
     q, k = normed("q", q, heads), normed("k", k, kv_heads)
-    if family.rotates_full or kind == "sliding_attention":
+    if rotates and (family.rotates_full or kind == "sliding_attention"):
         q, k = (rotate(x, rope, family.interleaved) for x in (q, k))
     group = heads // kv_heads
     k, v = np.repeat(k, group, axis=2), np.repeat(v.reshape(batch, length, kv_heads, size), group, axis=2)
-    scale = config.get("query_pre_attn_scalar", size) ** -0.5
+    scale = config.get("attention_multiplier") or config.get("query_pre_attn_scalar", size) ** -0.5
     scores = soft_cap(np.einsum("bqnh,bknh->bnqk", q, k) * scale, config.get("attn_logit_softcapping"))
     distance = np.arange(length)[:, None] - np.arange(length)
     window = config["sliding_window"] if kind == "sliding_attention" else length
@@ -401,6 +404,8 @@ def logits_of(config: Config, tensors: Tensors, ids: Array) -> Array:
 
     embed = tensors["model.embed_tokens.weight"]
     x = embed[ids] * (math.sqrt(config["hidden_size"]) if family.scaled_embedding else 1.0)
+    x, residual = x * config.get("embedding_multiplier", 1.0), config.get("residual_multiplier", 1.0)  # Granite
+    rotated = config.get("no_rope_layers") or [True] * config["num_hidden_layers"]  # SmolLM3
     before_attention, after_attention, before_mlp, after_mlp = family.norms
     for index in range(config["num_hidden_layers"]):
         layer = tensors.below(f"model.layers.{index}")
@@ -409,11 +414,12 @@ def logits_of(config: Config, tensors: Tensors, ids: Array) -> Array:
         if kind == "linear_attention":
             out = delta_net(config, layer.below("linear_attn"), h)
         else:
-            attend = latent_attention if "kv_lora_rank" in config else attention
+            attend = latent_attention if "kv_lora_rank" in config else partial(attention, rotates=bool(rotated[index]))
             out = attend(family, config, layer.below("self_attn"), h, kind)
-        x = x + norm(layer, after_attention, out)
+        x = x + residual * norm(layer, after_attention, out)
         out = (family.mlp or dense)(family, config, layer, h if family.parallel else norm(layer, before_mlp, x))
-        x = x + norm(layer, after_mlp, out)
+        x = x + residual * norm(layer, after_mlp, out)
     head = embed if config["tie_word_embeddings"] else tensors["lm_head.weight"]
-    logits = normalised(family, config, x, tensors["model.norm.weight"]) @ head.T * config.get("logit_scale", 1.0)
+    logits = normalised(family, config, x, tensors["model.norm.weight"]) @ head.T
+    logits = logits * config.get("logit_scale", 1.0) / config.get("logits_scaling", 1.0)
     return soft_cap(logits, config.get("final_logit_softcapping"))

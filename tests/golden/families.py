@@ -4,11 +4,16 @@ from transformers import (
     Cohere2Config,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -23,6 +28,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 SIZES = {
@@ -262,5 +269,50 @@ FAMILIES: dict[str, PreTrainedConfig] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         },
         eos_token_id=0,
+    ),
+    "gemma": GemmaConfig(**ODD, head_dim=10),
+    # No factor is a power of two.
+    "granite": GraniteConfig(
+        **{**ODD, "hidden_size": 48},
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.7,
+        logits_scaling=1.7,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+        tie_word_embeddings=True,
+    ),
+    # The second and the fourth layer have no positions.
+    "smollm3": SmolLM3Config(
+        **{**ODD, "hidden_size": 48, "num_hidden_layers": 5},
+        no_rope_layer_interval=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+        pad_token_id=0,
+        eos_token_id=0,
+        bos_token_id=0,
+    ),
+    "seed_oss": SeedOssConfig(
+        **ODD,
+        head_dim=10,
+        attention_out_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+    ),
+    "ernie4_5": Ernie4_5Config(
+        **ODD,
+        head_dim=10,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+    ),
+    "exaone4": Exaone4Config(
+        **{**ODD, "hidden_size": 60, "num_hidden_layers": 5},
+        sliding_window=5,
+        sliding_window_pattern=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+        eos_token_id=0,
+    ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **{name: value for name, value in DEEPSEEK.items() if name not in ("first_k_dense_replace", "num_mtp_layers")},
+        q_lora_rank=22,
+        routed_scaling_factor=1.7,
+        mlp_layer_types=["dense", "sparse", "dense"],
+        rope_parameters={"rope_type": "default", "rope_theta": 200.0},
     ),
 }

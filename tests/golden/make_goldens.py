@@ -41,7 +41,7 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             gemma = "Gemma" in type(model).__name__
             delta = type(model).__name__.startswith(("Qwen3Next", "Qwen3_5"))
             centred = gemma or (delta and not name.endswith("linear_attn.norm.weight"))
-            tied = gemma or "Cohere" in type(model).__name__
+            tied = gemma or type(model).__name__.startswith(("Cohere", "Granite", "SmolLM3", "Ernie"))
             if name == "model.norm.weight" and tied:
                 parameter.copy_(8 + 3 * noise)
             elif name == "model.embed_tokens.weight" and tied:

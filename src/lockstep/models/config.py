@@ -342,9 +342,13 @@ def layer_kinds(config: LlamaConfig) -> tuple[LayerKind, ...]:
     window = variant.sliding_window
     window = None if window is None or window >= config.max_seq_len else window
     types = types or ("full_attention" if variant.sliding_window is None else "sliding_attention",) * config.num_layers
-    full = LayerKind(window=None, rope=config.rope if variant.full_rope else RotaryConfig(linear_factor=math.inf))
+    none = RotaryConfig(linear_factor=math.inf)
+    full = LayerKind(window=None, rope=config.rope if variant.full_rope else none)
     sliding = LayerKind(window=window, rope=variant.sliding_rope or config.rope)
-    return tuple(sliding if type_ == "sliding_attention" else full for type_ in types)
+    kinds = [sliding if type_ == "sliding_attention" else full for type_ in types]
+    if (every := variant.no_rope_every) is not None:
+        kinds[every - 1 :: every] = [dataclasses.replace(kind, rope=none) for kind in kinds[every - 1 :: every]]
+    return tuple(kinds)
 
 
 def distinct[T: Hashable](values: Iterable[T]) -> tuple[tuple[T, ...], tuple[int, ...]]:

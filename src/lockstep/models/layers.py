@@ -126,16 +126,20 @@ def layer(
     def stream(x: Array) -> Array:
         return ops.fix(ops.shard(x, "embed"))
 
+    def added(answer: Array, post_norm: Any) -> Array:
+        answer, scale = ops.norm(answer, post_norm), config.variant.residual_scale
+        return answer if scale is None else ops.fix(block.scaled(answer, scale))
+
     x = stream(x)
     h = ops.keep(gated_norm(ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up))
     if w.linear_o is None:
         attended = attention(ops, config, w, h, rotary, attend)
     else:
         attended = linear_attention(ops, config, w, h, attend)
-    x = stream(x + ops.norm(attended, w.attn_post_norm))
+    x = stream(x + added(attended, w.attn_post_norm))
     h = h if config.variant.parallel else gated_norm(ops, x, w.mlp_norm, w.mlp_norm_down, w.mlp_norm_up)
     h, chosen = mlp(h)
-    return stream(x + ops.norm(h, w.mlp_post_norm)), chosen
+    return stream(x + added(h, w.mlp_post_norm)), chosen
 
 
 def gated_norm(ops: Ops, x: Array, weight: Any, down: Any, up: Any) -> Array:

@@ -108,7 +108,7 @@ class LlamaAttention(eqx.Module):
         q, k, v = (x.reshape(-1, *x.shape[len(rows) :]) for x in (q, k, v))
         arrays = HeadArrays(q, k, v, documents, ops.array(self.sinks))
         windows = [kind.window for kind in distinct(layer_kinds(self.config))[0]]
-        if layer_kind is None:
+        if layer_kind is None or len(set(windows)) == 1:
             return attend(windows[0], arrays)
         # The kernel's blocks depend on the window, so each has a branch.
         branches = [functools.partial(attend, window) for window in windows]

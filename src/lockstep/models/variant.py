@@ -44,6 +44,8 @@ class Variant:
     """Whether an RMSNorm comes after the embedding."""
     embed_scale: float | Literal["sqrt_hidden_dim"] | None = None
     """The factor of the embedding; in Gemma the square root of ``hidden_dim``. Null for 1."""
+    residual_scale: float | None = None
+    """The factor of what attention and MLP add to the residual stream (Granite). Null for 1."""
     attention_scale: float | None = None
     """The factor of attention scores. Null for ``head_dim ** -0.5``."""
     attention_sinks: bool = False
@@ -80,13 +82,16 @@ class Variant:
     """Whether neighbouring elements of a head are rotated together (GLM, Cohere), not those half of it apart."""
     full_rope: bool = True
     """Whether layers with full attention have rotary embeddings; Cohere 2 has them in the others alone."""
+    no_rope_every: int | None = None
+    """Every how many layers one has no rotary embeddings, whatever its window (SmolLM3). Null for none."""
     sliding_rope: RotaryConfig | None = None
     """The rotary embeddings of layers with sliding attention; others have ``rope`` (Gemma 3). Null: all have it."""
 
     def __post_init__(self) -> None:
         check_fields(self, "variant.")
-        positive = ("embed_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap", "logit_scale")
-        for name in (*positive, "sliding_window", "gated_norm_rank", "unit_qk_norm"):
+        scales = ("embed_scale", "residual_scale", "attention_scale", "logit_scale")
+        caps = ("attention_soft_cap", "logit_soft_cap")
+        for name in (*scales, *caps, "sliding_window", "no_rope_every", "gated_norm_rank", "unit_qk_norm"):
             value = getattr(self, name)
             if value not in (None, "sqrt_hidden_dim") and not value > 0:
                 raise ConfigError(f"variant.{name} is {value}; it must be more than 0. Use null for none.")

@@ -17,7 +17,7 @@ _DEFAULTS: Final = {"tie_word_embeddings": False, "initializer_range": 0.02}
 _NULLABLE: Final = frozenset(
     "head_dim num_key_value_heads sliding_window attn_logit_softcapping final_logit_softcapping mlp_only_layers".split()
     + ["rope_theta", "rope_local_base_freq", "partial_rotary_factor"]  # rope_parameters may have them
-    + ["q_lora_rank"]
+    + ["q_lora_rank", "sliding_window_pattern"]
 )
 """The keys with a default whose null transformers reads."""
 _TRAINING: Final = ("gradient_checkpointing", "attn_backend", "numerics")
@@ -65,7 +65,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for keys that `config.json` lacks
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}  # fields from a `config.json`
     write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}  # keys of `config.json` from them
-    reads_images_as: str | None = None  # the `model_type` of models that have this one beside a vision tower
+    with_images: tuple[str, str] | None = None  # architecture and `model_type` of a vision tower and this one
     activation_key: str = "hidden_act"
     epsilon_key: str = "rms_norm_eps"
     presets: Mapping[str, ModelPreset] = dataclasses.field(default_factory=dict)

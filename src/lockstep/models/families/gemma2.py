@@ -2,26 +2,22 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from lockstep.models.config import LlamaConfig, ModelConfig
-from lockstep.models.families import llama
+from lockstep.models.families import gemma, llama
 from lockstep.models.families.family import Family, ModelPreset, layer_types_to_hf, preset, windows
-from lockstep.models.variant import Activation, Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmaVariant(Variant):
+class PostNormVariant(gemma.GemmaVariant):
     """The switches that Gemma 2 and 3 have in common."""
 
-    activation: Activation = "gelu_tanh"
     post_norm: bool = True
-    norm_plus_one: bool = True
-    embed_scale: float | Literal["sqrt_hidden_dim"] | None = "sqrt_hidden_dim"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma2Variant(GemmaVariant):
+class Gemma2Variant(PostNormVariant):
     """The switches of Gemma 2."""
 
     attention_soft_cap: float | None = 50.0

@@ -12,7 +12,7 @@ from lockstep.models.rope import RotaryConfig, required, rope_from_hf, rope_to_h
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma3Variant(gemma2.GemmaVariant):
+class Gemma3Variant(gemma2.PostNormVariant):
     """The switches of Gemma 3."""
 
     sliding_window: int | None = 1024
@@ -99,7 +99,7 @@ _LARGE: Final[Any] = {
 FAMILY: Final = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    reads_images_as="gemma3",
+    with_images=("Gemma3ForConditionalGeneration", "gemma3"),
     config=Gemma3Config,
     tensors=gemma2.TENSORS | {f"{name}_norm": llama.LAYER + f"self_attn.{name}_norm.weight" for name in "qk"},
     # Those of transformers: the text_config of the published 4B, 12B and 27B leaves most out.

@@ -1,4 +1,4 @@
-"""Mistral (https://arxiv.org/abs/2310.06825): a Llama whose layers may all have a sliding window."""
+"""Mistral (https://arxiv.org/abs/2310.06825) to Small 3.2: a Llama whose layers may all have a sliding window."""
 
 import dataclasses
 from typing import Final
@@ -24,6 +24,7 @@ FAMILY: Final = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
     config=MistralConfig,
+    with_images=("Mistral3ForConditionalGeneration", "mistral3"),
     tensors=llama.TENSORS,
     defaults={"sliding_window": 4096, "num_key_value_heads": 8},
     read=lambda hf: windows(hf["sliding_window"], None),

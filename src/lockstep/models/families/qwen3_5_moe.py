@@ -42,7 +42,7 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 FAMILY: Final = Family(
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
-    reads_images_as="qwen3_5_moe",
+    with_images=("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
     config=Qwen35MoeConfig,
     tensors=TENSORS | EXPERT_TENSORS | SHARED_TENSORS,
     defaults={**DEFAULTS, "intermediate_size": 512, "router_aux_loss_coef": 0.001},

@@ -27,8 +27,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 NOT_COMPUTED: Final[Mapping[str, str]] = {
     "DeepseekV32ForCausalLM": "attention to positions that an indexer chooses",
+    "Gemma4ForConditionalGeneration": "heads of another size in layers without a window",
+    "GraniteMoeHybridForCausalLM": "layers of Mamba 2",
+    "ministral3": "a factor of queries that grows with the position",
 }
-"""The parts of well-known architectures that lockstep does not compute."""
+"""The parts of well-known architectures, and of a ``model_type``, that lockstep does not compute."""
 
 PRESETS: Final[Mapping[str, ModelPreset]] = {
     name: preset for family in FAMILIES.values() for name, preset in family.presets.items()
@@ -71,10 +74,10 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     names, kind = hf.get("architectures") or [], hf.get("model_type")
     for family in FAMILIES.values():
-        whole = family.architecture.replace("ForCausalLM", "ForConditionalGeneration")
-        if family.reads_images_as is None or names not in ([whole], [family.architecture]):
+        whole, whole_kind = family.with_images or ("", "")
+        if names not in ([whole], [family.architecture]):
             continue
-        if kind == family.reads_images_as or (kind is None and names == [whole]):
+        if kind == whole_kind or (kind is None and names == [whole]):
             text, key = required(hf, "text_config"), "tie_word_embeddings"
             if key in hf and text.get(key, hf[key]) != hf[key]:
                 raise ConfigError(
@@ -98,8 +101,8 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
     own = next((family for family in FAMILIES.values() if family.model_type == kind), None)
     if own is not None and names in ([], [own.architecture.replace("ForCausalLM", "Model")]):
         return own  # as in transformers, which looks at model_type; the second is saved without an output layer
-    if len(names) != 1 or names[0] not in FAMILIES:
-        lacks = "".join(f", which needs {NOT_COMPUTED[name]}" for name in names if name in NOT_COMPUTED)
+    if len(names) != 1 or names[0] not in FAMILIES or kind in NOT_COMPUTED:
+        lacks = "".join(f", which needs {NOT_COMPUTED[name]}" for name in (*names, kind) if name in NOT_COMPUTED)
         raise ConfigError(
             f"the checkpoint has architectures {names} (model_type {hf.get('model_type')!r}){lacks}; lockstep computes "
             f"{', '.join(FAMILIES)}. Choose a checkpoint of one of these."
@@ -136,16 +139,14 @@ def _check_weights(hf: Mapping[str, Any]) -> None:
 
 
 def family_of(config: LlamaConfig) -> Family:
-    """The family as which a model is stored: that of its class, or else the first that loses nothing of it.
+    """The family as which a model is stored: that of its class, Llama, or else the first that loses nothing of it.
 
     Raises:
         ConfigError: Each family's ``config.json`` would describe another model.
     """
-    own = next(
-        (family for cls in type(config).__mro__ for family in FAMILIES.values() if family.config is cls),
-        FAMILIES["LlamaForCausalLM"],
-    )
-    for family in (own, *FAMILIES.values()):
+    llama = FAMILIES["LlamaForCausalLM"]
+    own = next((family for cls in type(config).__mro__ for family in FAMILIES.values() if family.config is cls), llama)
+    for family in (own, llama, *FAMILIES.values()):
         try:
             if not family.changes(config):
                 return family

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The tensors of the embedding and of the output layer."""
 _BASE = "model."
-_OF_TEXT = ("model.language_model.", "language_model.model.")  # the second is Gemma 3's
+_OF_TEXT = ("model.language_model.", "language_model.model.")  # the second is that of Gemma 3 and Mistral Small
+_HEAD_OF_TEXT = ("language_model.",)
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
 _HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 _WHOLE = ("down_proj", "w2")
@@ -52,8 +53,8 @@ def stored_names(name: str, *, tied: bool = False) -> Iterator[StoredName]:
     for usual in (name, HEAD) if tied and name == EMBED else (name,):
         for module in dict.fromkeys((usual, usual.replace(".block_sparse_moe.", ".mlp."))):
             bare = module.removeprefix(_BASE)
-            of_text = () if module == bare else tuple(prefix + bare for prefix in _OF_TEXT)
-            for place in dict.fromkeys((module, bare, _BASE + module, *of_text)):
+            of_text = _OF_TEXT if module != bare else _HEAD_OF_TEXT if bare == HEAD else ()
+            for place in dict.fromkeys((module, bare, _BASE + module, *(prefix + bare for prefix in of_text))):
                 yield StoredName(place)
                 if match := _EXPERT.fullmatch(place):
                     experts, expert, part = match["experts"], int(match["expert"]), match["part"]

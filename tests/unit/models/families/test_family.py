@@ -35,10 +35,15 @@ from lockstep.models import (
 from lockstep.models.families.cohere2 import Cohere2Config, Cohere2Variant
 from lockstep.models.families.deepseek_v2 import DeepseekV2Config
 from lockstep.models.families.deepseek_v3 import DeepseekV3Config
+from lockstep.models.families.ernie4_5 import Ernie45Config
+from lockstep.models.families.exaone4 import Exaone4Config, Exaone4Variant
+from lockstep.models.families.gemma import GemmaConfig
 from lockstep.models.families.gemma2 import Gemma2Config, Gemma2Variant
 from lockstep.models.families.gemma3 import Gemma3Config, Gemma3Variant
 from lockstep.models.families.glm4 import Glm4Config
 from lockstep.models.families.glm4_moe import Glm4MoeConfig
+from lockstep.models.families.glm4_moe_lite import Glm4MoeLiteConfig
+from lockstep.models.families.granite import GraniteConfig
 from lockstep.models.families.olmo2 import Olmo2Config
 from lockstep.models.families.olmo3 import Olmo3Config, Olmo3Variant
 from lockstep.models.families.phi3 import Phi3Config
@@ -46,6 +51,8 @@ from lockstep.models.families.qwen3_5 import Qwen35Config, Qwen35Variant
 from lockstep.models.families.qwen3_5_moe import Qwen35MoeConfig
 from lockstep.models.families.qwen3_next import Qwen3NextConfig, Qwen3NextVariant
 from lockstep.models.families.registry import FAMILIES as REGISTERED
+from lockstep.models.families.seed_oss import SeedOssConfig
+from lockstep.models.families.smollm3 import SmolLm3Config, SmolLm3Variant
 from lockstep.models.latent import Latent
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -182,6 +189,34 @@ FAMILIES = {
         rope=RotaryConfig(theta=300.0),
         variant=Cohere2Variant(o_bias=True, logit_scale=0.7, sliding_window=5),
     ),
+    "ernie4_5": Ernie45Config(**ODD, head_dim=10, rope=RotaryConfig(theta=300.0)),
+    "exaone4": Exaone4Config(
+        **{**ODD, "hidden_dim": 60, "num_layers": 5},
+        rope=RotaryConfig(theta=300.0),
+        variant=Exaone4Variant(sliding_window=5, full_attention_every=3),
+    ),
+    "gemma": GemmaConfig(**ODD, head_dim=10),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **{
+            **DEEPSEEK,
+            "layer_norm_epsilon": 1e-5,
+            "experts": dataclasses.replace(DEEPSEEK["experts"], mlp_only_layers=(0, 2), routed_scaling_factor=1.7),
+        },
+        latent=LATENT,
+        rope=RotaryConfig(theta=200.0),
+    ),
+    "granite": GraniteConfig(
+        **{**ODD, "hidden_dim": 48},
+        tie_word_embeddings=True,
+        rope=RotaryConfig(theta=300.0),
+        variant=Variant(embed_scale=3.0, attention_scale=0.3, residual_scale=0.7, logit_scale=1 / 1.7),
+    ),
+    "seed_oss": SeedOssConfig(**ODD, head_dim=10, rope=RotaryConfig(theta=300.0), variant=Variant(o_bias=True)),
+    "smollm3": SmolLm3Config(
+        **{**ODD, "hidden_dim": 48, "num_layers": 5},
+        rope=RotaryConfig(theta=300.0),
+        variant=SmolLm3Variant(no_rope_every=2),
+    ),
     "qwen2_moe": Qwen2MoeConfig(
         **{**ODD, "hidden_dim": 48},
         rope=RotaryConfig(theta=200.0),
@@ -275,7 +310,7 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
     skip = {"_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
     skip |= {
         "qwen2": {"head_dim"},
-        "olmo2": {"head_dim"},
+        **dict.fromkeys(("exaone4", "granite", "olmo2", "smollm3"), {"head_dim"}),
         "olmo3": {"head_dim", "rope_parameters"},  # those of either kind of layer are of transformers 5.24
         "gemma2": {"use_bidirectional_attention"},  # null or false
         **dict.fromkeys(("gemma3", "cohere2"), {"sliding_window_pattern"}),  # of transformers 4
@@ -285,6 +320,8 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "qwen3_moe_mixed": {"decoder_sparse_step", "mlp_only_layers", "num_experts"},
         "qwen2_moe": {"head_dim", "num_local_experts"},
         "glm4_moe": {"num_nextn_predict_layers"},  # none
+        "glm4_moe_lite": {"num_nextn_predict_layers", "first_k_dense_replace"},  # the same as mlp_layer_types
+        **dict.fromkeys(("ernie4_5", "seed_oss"), {"attention_dropout", "residual_dropout"}),  # none
         # The same as layer_types, in rope_parameters, and as num_experts.
         "qwen3_next": {"full_attention_interval", "partial_rotary_factor", "num_local_experts"},
         "qwen3_5": {"full_attention_interval", "partial_rotary_factor", "rope_parameters"},  # mrope_section: of images
@@ -300,11 +337,12 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
 def seeing(family: str, **whole: Any) -> dict[str, Any]:
     """The ``config.json`` of a model with a vision tower whose language model is a family's."""
     text = hf(family)
-    name, kind = text.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration"), text["model_type"]
-    return {"architectures": [name], "model_type": kind.removesuffix("_text"), "text_config": text, **whole}
+    with_images = REGISTERED[text.pop("architectures")[0]].with_images
+    assert with_images is not None
+    return {"architectures": [with_images[0]], "model_type": with_images[1], "text_config": text, **whole}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "qwen3_5", "qwen3_5_moe"])
 def test_the_language_model_of_one_that_reads_images_is_read(family: str) -> None:
     whole = seeing(family)
     assert config_from_hf(whole) == config_from_hf({**whole, "model_type": None}) == FAMILIES[family]
@@ -770,12 +808,20 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, r"\['GemmaForCausalLM'\] .*LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, r"\['GPT2LMHeadModel'\] .*LlamaForCausalLM"),
         ({"architectures": None, "model_type": None}, r"architectures \[\]"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"\['LlamaForSequenceClassification'\]"),
         ({"architectures": ["MistralForCausalLM"]}, r"\['MistralForCausalLM'\] and model_type 'llama', .*contradict"),
         ({"transformers_weights": "other.safetensors"}, r"transformers_weights 'other\.safetensors', the file"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, r"DeepseekV32.*needs attention to positions that an indexer"),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "model_type": "mistral3",
+                "text_config": {"model_type": "ministral3"},
+            },
+            r"model_type 'ministral3'\), which needs a factor of queries that grows with the position; lockstep",
+        ),
         ({**SEES, "model_type": "llama"}, r"\['Qwen3_5ForConditionalGeneration'\] \(model_type 'llama'\)"),
         (SEES, r"has no text_config; lockstep needs it"),
         (
@@ -836,6 +882,47 @@ def test_what_is_not_deepseek_v2_is_refused_by_name(change: dict[str, Any], text
         config_from_hf(hf("deepseek_v2", **change))
     kept = hf("deepseek_v2_lite", num_key_value_heads=None, n_group=None, topk_group=None)
     assert config_from_hf(kept) == FAMILIES["deepseek_v2_lite"]  # a greedy choice has no groups
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "text"),
+    [
+        ("ernie4_5", {"use_bias": True}, r"use_bias: true; lockstep computes ERNIE 4\.5 without biases"),
+        (
+            "exaone4",
+            {"layer_types": None, "sliding_window_pattern": "LLLG"},
+            r"sliding_window 5, sliding_window_pattern 'LLLG' and no layer_types, with which transformers fails",
+        ),
+        ("glm4_moe_lite", {"head_dim": 8}, r"head_dim 8 and qk_rope_head_dim 6, which are two names of one number"),
+        ("gemma", {"hidden_act": "gelu"}, r"hidden_act 'gelu', for which transformers 4 computes gelu_pytorch_tanh"),
+        (
+            "smollm3",
+            {"use_sliding_window": True},
+            r"use_sliding_window: true; lockstep computes SmolLM3 without windows",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1]}, r"no_rope_layers \[1, 0, 0, 1, 1\]; .* every n-th layer"),
+    ],
+)
+def test_what_was_never_published_of_a_family_is_refused_by_name(
+    family: str, change: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        config_from_hf(hf(family, **change))
+
+
+def test_a_family_is_read_with_the_defaults_of_transformers() -> None:
+    plain = config_from_hf(hf("smollm3", no_rope_layers=None, no_rope_layer_interval=3))
+    assert [kind.rope.linear_factor for kind in layer_kinds(plain)] == [1.0, 1.0, math.inf, 1.0, 1.0]
+    everywhere = config_from_hf(hf("smollm3", no_rope_layers=[1] * 5))
+    assert everywhere.variant.no_rope_every is None
+    assert config_from_hf(config_to_hf(everywhere, 118)) == everywhere
+    whole = config_from_hf(hf("exaone4", sliding_window=None, layer_types=["full_attention"] * 5))  # as in 1.2B
+    assert whole.variant.full_rope and [kind.window for kind in layer_kinds(whole)] == [None] * 5
+    assert config_from_hf(hf("exaone4", layer_types=None)) == FAMILIES["exaone4"]
+    letters = config_from_hf(hf("exaone4", sliding_window_pattern="LLG"))  # as in 32B
+    assert layer_kinds(letters) == layer_kinds(FAMILIES["exaone4"])
+    dense = config_from_hf(hf("glm4_moe_lite", mlp_layer_types=None))
+    assert dense.experts is not None and dense.experts.mlp_only_layers == (0,)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])

@@ -1,5 +1,6 @@
 """Loading checkpoints, and what is told meanwhile."""
 
+import json
 import logging
 import re
 import shutil
@@ -102,6 +103,21 @@ def test_what_people_have_is_read_as_by_transformers(name: str, tmp_path: Path) 
         logits = hax.named_jit(lambda m, i: m(i), axis_resources=COMPUTE_AXES)(model, ids)
     expected = np.load(GOLDEN / "variants.npz")[name]
     assert float(np.abs(np.asarray(logits.array)[:, POSITIONS] - expected).max()) < 1e-4
+
+
+def test_mistral_small_is_read_from_beside_its_vision_tower(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As it was published: with the names that Gemma 3 has, and an output layer within the language model."""
+    text = json.loads((GOLDEN / "mistral" / "config.json").read_text())
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    stored = {"vision_tower.patch_conv.weight": np.ones((2, 2), np.float32)}
+    for file in (GOLDEN / "mistral").glob("*.safetensors"):
+        stored |= {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    ours, theirs = (load_hf(str(path), mesh_of("1,1,1", 1)) for path in (tmp_path, GOLDEN / "mistral"))
+    assert ours.config == theirs.config
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (ours, theirs))))
+    assert "the vision tower, vision_tower.; prompts are text" in caplog.text
 
 
 def test_parameters_are_sharded_and_cast() -> None:

@@ -5,6 +5,7 @@ import pytest
 from lockstep.models.hf.stored_names import EMBED, HEAD, StoredName, stored_names
 
 PREFIXES = ("model.", "", "model.model.", "model.language_model.", "language_model.model.")
+HEADS = [HEAD, f"model.{HEAD}", f"language_model.{HEAD}"]
 EXPERT = "model.layers.1.mlp.experts.3.{}.weight"
 
 
@@ -12,9 +13,9 @@ EXPERT = "model.layers.1.mlp.experts.3.{}.weight"
     ("name", "tied", "stored"),
     [
         ("model.norm.weight", True, [f"{prefix}norm.weight" for prefix in PREFIXES]),
-        (HEAD, False, [HEAD, f"model.{HEAD}"]),
+        (HEAD, False, HEADS),
         (EMBED, False, [f"{prefix}embed_tokens.weight" for prefix in PREFIXES]),
-        (EMBED, True, [*(f"{prefix}embed_tokens.weight" for prefix in PREFIXES), HEAD, f"model.{HEAD}"]),
+        (EMBED, True, [*(f"{prefix}embed_tokens.weight" for prefix in PREFIXES), *HEADS]),
         (
             "model.layers.0.block_sparse_moe.gate.weight",
             False,
