@@ -6,7 +6,6 @@ from tests import isolation
 isolation.isolate()  # before anything that reads the environment is imported
 
 import collections
-import contextlib
 import gc
 import logging
 import os
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.pathlib import import_path
 from hypothesis import HealthCheck, settings
 
 from lockstep import exits
@@ -50,19 +48,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     named = {Path(argument.partition("::")[0]).name for argument in config.args}
     is_wanted = not collection_path.match("test_*.py") or collection_path.name in named
     return None if is_wanted or selection.is_read(collection_path, config.option.markexpr) else True
-
-
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Let each worker begin with other files: what one compiles, the others read, where nothing is compiled yet."""
-    config = collector.config
-    worker = getattr(config, "workerinput", None)
-    if worker and isinstance(collector, pytest.Session) and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-        paths = sorted((config.rootpath / "tests").rglob("test_*.py"))
-        for path in paths[number % count * len(paths) // count :][: len(paths) // count] if number else []:
-            if selection.is_read(path, config.option.markexpr):
-                with contextlib.suppress(Exception, pytest.skip.Exception):  # its own collection says it
-                    import_path(path, mode="importlib", root=config.rootpath, consider_namespace_packages=False)
 
 
 @pytest.hookimpl(tryfirst=True)
