@@ -6,11 +6,9 @@ from tests import isolation
 isolation.isolate()  # before anything that reads the environment is imported
 
 import collections
-import functools
 import gc
 import logging
 import os
-import re
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from lockstep import exits
+from tests import selection
 
 # The same examples in every run, however fast the machine is; tests/fuzz draws others when it is given time.
 settings.register_profile("lockstep", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -44,33 +43,11 @@ def _used_cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-_MARKS = "slow|nightly|optimized"  # by which `make` selects
-
-
-@functools.cache
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def _marks_named_in(path: Path) -> set[str]:
-    return set(re.findall(_MARKS, _text(path)))
-
-
-def _marks_of_all_tests_in(path: Path) -> set[str]:
-    module_marks = "".join(re.findall(r"^pytestmark = (?:\[[^]]*\]|.*)", _text(path), re.MULTILINE))
-    return set(re.findall(rf"\bmark\.({_MARKS})\b", module_marks))
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave a file unread of which no test can be asked for by its marks: each worker reads all others."""
-    expression, named = config.option.markexpr, {Path(argument.partition("::")[0]).name for argument in config.args}
-    if " or " in expression or not collection_path.match("test_*.py") or collection_path.name in named:
-        return None
-    unwanted = set(re.findall(rf"\bnot ({_MARKS})\b", expression))
-    asked = set(re.findall(rf"\b(?:{_MARKS})\b", expression)) - unwanted
-    if asked <= _marks_named_in(collection_path) and not unwanted & _marks_of_all_tests_in(collection_path):
-        return None
-    return True
+    """Leave a file unread of which no test can be asked for by its marks."""
+    named = {Path(argument.partition("::")[0]).name for argument in config.args}
+    is_wanted = not collection_path.match("test_*.py") or collection_path.name in named
+    return None if is_wanted or selection.is_read(collection_path, config.option.markexpr) else True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse a test with a mark that its file does not name, which `pytest_ignore_collect` would leave out."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()} & {"slow", "nightly", "optimized"}
-        if not marks <= _marks_named_in(item.path):
+        if not marks <= selection.marks_named_in(item.path):
             raise pytest.UsageError(f"{item.nodeid} has the marks {sorted(marks)}, and its file does not name them all")
 
 

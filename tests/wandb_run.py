@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto import wandb_internal_pb2
-
 _BLOCK, _FILE_HEADER, _HEADER = 32768, 7, struct.Struct("<IHB")
 _FULL, _LAST = 1, 4
 
@@ -27,6 +25,8 @@ def alerts(run: Path) -> list[tuple[str, str, str]]:
 
 
 def _messages(run: Path, kind: str) -> Iterator[Any]:
+    from wandb.proto import wandb_internal_pb2
+
     (file,) = run.glob("*.wandb")
     for data in _records(file.read_bytes()):
         record = wandb_internal_pb2.Record()

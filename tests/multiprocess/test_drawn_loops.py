@@ -5,7 +5,7 @@ import pytest
 from tests.multiprocess.drawn_loops import run_loop
 from tests.multiprocess.harness import run_processes
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 JOB_SIZES = ((1, 4), (2, 2))
 """Processes, and devices of each."""
@@ -14,7 +14,7 @@ JOB_SIZES = ((1, 4), (2, 2))
 @pytest.mark.parametrize(
     ("processes", "devices", "seed"),
     [
-        pytest.param(2, 2, 0, marks=pytest.mark.slow),
+        (2, 2, 0),
         *(pytest.param(*size, seed, marks=pytest.mark.nightly) for size in JOB_SIZES for seed in range(1000, 1012)),
     ],
 )

@@ -68,10 +68,11 @@ def test_processes_have_the_bits_of_one_and_of_the_trainer(processes, family, dt
     assert results == [[wanted, wanted]] * processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "steps", "env"),
     [
-        pytest.param("1,2,2", 3, None, marks=pytest.mark.slow),
+        ("1,2,2", 3, None),
         pytest.param("2,1,2", 20, OPTIMISED, marks=pytest.mark.nightly),
     ],
 )

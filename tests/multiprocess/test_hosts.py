@@ -98,16 +98,12 @@ def test_leader_only_raises_on_launch():
     assert second == [[], 140.0]
 
 
+@pytest.mark.slow  # in make test: unit/hosts/test_start.py, and a process that raises ends all
 @pytest.mark.parametrize(
     ("env", "processes", "text"),
     [
         ({"REQUIRE_JAX_PROCESS_COUNT": "4"}, 2, "this job has 2 process(es), but REQUIRE_JAX_PROCESS_COUNT requires 4"),
-        pytest.param(
-            {"REQUIRE_MULTIHOST": "1"},
-            1,
-            "this job has 1 process, but distributed.require_multihost",
-            marks=pytest.mark.slow,
-        ),
+        ({"REQUIRE_MULTIHOST": "1"}, 1, "this job has 1 process, but distributed.require_multihost"),
     ],
 )
 def test_guardrails_stop_every_process_at_once(env, processes, text):

@@ -103,12 +103,10 @@ def expected(in_bfloat16, weight_dtype):
     return oracle_completions((tiny.CONFIG, weights), all_requests(in_bfloat16, bool(weight_dtype)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "mesh", "layout", "options"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow if n < IN_SLOW else pytest.mark.nightly)
-        for n, case in enumerate(CASES)
-    ],
+    [pytest.param(*case, marks=[pytest.mark.nightly] * (n >= IN_SLOW)) for n, case in enumerate(CASES)],
 )
 def test_tokens_are_those_of_one_process(processes, mesh, layout, options):
     in_bfloat16 = "dtype" in options

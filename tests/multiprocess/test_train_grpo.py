@@ -234,9 +234,8 @@ def oracle():
     return found
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(SLICES, marks=pytest.mark.slow), pytest.param("1,2,2", marks=pytest.mark.nightly)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [SLICES, pytest.param("1,2,2", marks=pytest.mark.nightly)], ids=str)
 def test_the_first_step_is_the_same_on_every_mesh(mesh, oracle):
     results = run_processes(body_meshes, args=([mesh],), timeout_s=300)
     check_meshes(results, oracle, [mesh])

@@ -14,9 +14,8 @@ TESTS = ["tests/multiprocess/test_adapters.py", *(f"tests/unit/training/rl/test_
 ))]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "marks", [pytest.param("not nightly", marks=pytest.mark.slow), pytest.param("nightly", marks=pytest.mark.nightly)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("marks", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)])
 def test_environments_of_verifiers_and_openenv(marks):
     command = ["bash", "scripts/test_versions.sh", "environments", "-q", "-m", marks, *TESTS]
     tried = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2100)

@@ -122,10 +122,11 @@ def check(slice_: str, layout: dict[str, int], config: LlamaConfig) -> None:
         assert {size for _, size in functions(hlo)} == {128}, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slice_", "layout", "config"),
     [
-        pytest.param("v5p-8", {"tensor": 2}, SMALL, marks=pytest.mark.slow),
+        ("v5p-8", {"tensor": 2}, SMALL),
         pytest.param("v5p-8", {"tensor": 1}, SMALL, marks=pytest.mark.nightly),
         pytest.param("v6e-4", {"tensor": 1}, SMALL, marks=pytest.mark.nightly),
         pytest.param("v6e-4", {"tensor": 2}, SMALL, marks=pytest.mark.nightly),

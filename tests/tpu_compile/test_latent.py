@@ -43,9 +43,10 @@ CONFIG = DeepseekV3Config(
         groups_per_tok=2,
     ),
 )
-SLICES = [pytest.param("v5p-8", marks=pytest.mark.slow), pytest.param("v6e-4", marks=pytest.mark.nightly)]
+SLICES = ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.nightly)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slice_", SLICES)
 def test_decoding_keeps_the_latent_in_place_and_within_what_is_predicted(slice_):
     mesh = make_mesh("auto", list(topology(slice_).devices))

@@ -172,13 +172,13 @@ def may_be(value, hint):
 
 @pytest.mark.parametrize("cls", CHECKED, ids=lambda cls: cls.__name__)
 def test_a_wrong_type_in_python_is_an_error_that_names_the_field(cls):
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints, values = typing.get_type_hints(cls, include_extras=True), values_of(cls)
     for field in dataclasses.fields(cls):
         for value in WRONG:
             if may_be(value, hints[field.name]):
                 continue
             config = object.__new__(cls)
-            vars(config).update(values_of(cls) | {field.name: value})
+            vars(config).update(values | {field.name: value})
             with pytest.raises(ConfigError, match=rf"\b{field.name}\b(\[0\]|\.a)? is .*; it must (be|have) "):
                 config.__post_init__()
 

@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -111,11 +111,11 @@ def test_null_is_a_choice_where_it_is_named():
         training.GrpoConfig(loss=None)
 
 
-def messages(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
+def messages(nodes: Mapping[str, Sequence[ast.AST]]) -> Iterator[tuple[str, str]]:
     """Every text of an error or a warning, with its place; what is filled in is a NUL."""
     calls = {"ConfigError", "BadRow", "Finding", "error", "warn", "warning"}
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
+    for path, of_file in nodes.items():
+        for node in of_file:
             call = node.exc if isinstance(node, ast.Raise) else node
             if not isinstance(call, ast.Call):
                 continue
@@ -132,7 +132,7 @@ def messages(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, str]]:
                     yield f"{path}:{node.lineno}", text
 
 
-def known_names(trees: Mapping[str, ast.Module]) -> tuple[set[str], set[str], set[str]]:
+def known_names(nodes: Mapping[str, Sequence[ast.AST]]) -> tuple[set[str], set[str], set[str]]:
     """Options, configuration keys with their dots, and single names: of keys, their values, and of the sources."""
     options, keys, names = set(), set(), set(OTHERS)
     for command in COMMANDS:
@@ -143,8 +143,8 @@ def known_names(trees: Mapping[str, ast.Module]) -> tuple[set[str], set[str], se
             names |= set(action.choices or ())
             parts = action.option_strings[0].removeprefix("--").split(".") if action.option_strings else ()
             keys |= {".".join(parts[: end + 1]) for end in range(len(parts))}
-    for tree in trees.values():
-        for node in ast.walk(tree):
+    for of_file in nodes.values():
+        for node in of_file:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.arg):
@@ -187,8 +187,8 @@ def unknown_names(text: str, options: set[str], keys: set[str], names: set[str])
 
 @NEEDS_CLIENTS
 def test_no_message_names_what_does_not_exist():
-    trees = {path: ast.parse(text) for path, text in all_sources().items()}
-    known, places = known_names(trees), {text: place for place, text in messages(trees)}
+    nodes = {path: list(ast.walk(ast.parse(text))) for path, text in all_sources().items()}
+    known, places = known_names(nodes), {text: place for place, text in messages(nodes)}
     assert len(places) > 1000
     unknown = {place: names for text, place in places.items() if (names := unknown_names(text, *known))}
     assert not unknown

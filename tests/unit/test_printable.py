@@ -228,9 +228,9 @@ with open(sys.argv[1], "w") as file:
     "shell",
     [
         "PYTHONIOENCODING=latin-1 {program}",
-        "PYTHONIOENCODING=ascii {program} > {out}.log",
+        pytest.param("PYTHONIOENCODING=ascii {program} > {out}.log", marks=pytest.mark.slow),
         "{program} > /dev/full",
-        "{program} >&-",
+        pytest.param("{program} >&-", marks=pytest.mark.slow),
         "{{ {program}; echo $? > {out}.code; }} | head -1",
     ],
 )

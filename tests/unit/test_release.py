@@ -1,6 +1,7 @@
 """The release: notes from the changelog, who may publish, known files alone, and extras that fit together."""
 
 import datetime
+import functools
 import importlib.metadata
 import re
 import tomllib
@@ -184,6 +185,7 @@ def test_the_other_line_of_jax_is_pinned_too_and_fits():
 BESIDE = "marin-levanter[tpu]"  # on a TPU where Levanter trains
 
 
+@functools.cache
 def needs(name, extra):
     """The requirements of a package with an extra ("" for none), where it is installed as constraints.txt pins it."""
     if name == PROJECT["name"]:

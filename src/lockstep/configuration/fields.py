@@ -76,12 +76,17 @@ def ordered_fields(cls: type[Any]) -> list[dataclasses.Field[Any]]:
 
 def refused_keys(cls: type[Any], prefix: str = "") -> set[str]:
     """The keys that a configuration's class has and refuses (`lockstep.errors.refuse_keys`), with their dots."""
-    keys = {prefix + key for key in getattr(cls, "REFUSED", ())}
+    return {prefix + key for key in _refused_keys(cls)}  # type: ignore[arg-type]  # mypy doubts that a class is hashable
+
+
+@functools.cache
+def _refused_keys(cls: type[Any]) -> frozenset[str]:
+    keys = set(getattr(cls, "REFUSED", ()))
     for name, hint in typing.get_type_hints(cls).items():
         for kind in options_of(hint):
             if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-                keys |= refused_keys(kind, f"{prefix}{name}.")
-    return keys
+                keys |= refused_keys(kind, f"{name}.")
+    return frozenset(keys)
 
 
 def choices_of(kind: Any) -> dict[str, Any]:

@@ -153,8 +153,13 @@ def _is_of_project(module: str, file: str | None) -> bool:
     """Whether a module is lockstep's or of the project under test: neither Python's own nor installed."""
     if _inside(module, "lockstep"):
         return True
-    elsewhere = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    return file is not None and not file.startswith(elsewhere)
+    return file is not None and not file.startswith(_installed())
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """The directories of Python's own modules and of installed ones, which Python makes anew whenever it is asked."""
+    return tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"

@@ -210,7 +210,9 @@ def test_cancelling_leaves_the_others_as_they_were(engine: Engine, model: Any, p
     assert len(live_arrays()) == live
 
 
-@pytest.mark.parametrize("launches", [0, 1, 4])
+@pytest.mark.parametrize(
+    "launches", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_when_the_time_is_over_all_come_back_with_what_they_have(
     engine: Engine, model: Any, plain: dict[Any, Any], launches: int
 ) -> None:

@@ -11,18 +11,14 @@ from tests.unit.engine.models import FAMILIES, VOCAB, model_on
 from tests.unit.models.test_check_reader import LINEAR
 
 IDS = np.random.default_rng(0).integers(0, VOCAB, (2, 24)).astype(np.int32)
-MARKS = {
-    "gemma": [pytest.mark.slow],
-    "olmo": [pytest.mark.slow],
-    "gemma3": [pytest.mark.slow],
-    "apertus": [pytest.mark.slow],
-    "latent": [pytest.mark.slow],
-    "linear": [pytest.mark.slow],
-}
+IN_SLOW = ("gemma", "olmo", "gemma3", "apertus", "latent", "linear")
 MODELS = FAMILIES | {"linear": LINEAR}
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.nightly])) for each in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in IN_SLOW)) for name in MODELS]
+)
 def test_it_is_the_trainable_model(name):
     model = model_on("1,1,1", MODELS[name])
     config, weights = read_decoder(model)

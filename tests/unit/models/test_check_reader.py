@@ -124,6 +124,10 @@ WRONG = {
     "o": ({"transposed_o": True}, "o is transposed"),
     "layers": ({"reverse": True}, "the layers are in reverse order"),
 }
+IN_SLOW = {
+    *("no rope", "neighbours", "embedding scale", "attention cap", "logit cap", "activation", "values", "norms"),
+}
+"""Found as another one is: by rotary frequencies, a scale, a cap, a function, and two arrays that are swapped."""
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +213,7 @@ def test_a_model_with_joint_arrays_is_read_by_a_table_and_told_of_a_wrong_order(
         check_reader(pair, lambda ids: numpy_forward(np.asarray(ids)), length=LENGTH)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in IN_SLOW)) for name in WRONG])
 def test_what_is_wrong_is_named(compiled, name):
     what, text = WRONG[name]
     with pytest.raises(ReaderMismatchError, match=text) as error:
@@ -299,7 +303,12 @@ PLAIN, YARN = RotaryConfig(theta=1e6), RotaryConfig(theta=1e6, yarn=reader_searc
     ("full", "sliding", "text"),
     [
         pytest.param(YARN, PLAIN, None, marks=pytest.mark.nightly),
-        (YARN, None, r"variant\.sliding_rope is None: it should be RotaryConfig\(theta=1000000\.0, .* yarn=None"),
+        pytest.param(
+            YARN,
+            None,
+            r"variant\.sliding_rope is None: it should be RotaryConfig\(theta=1000000\.0, .* yarn=None",
+            marks=pytest.mark.slow,  # in make test: another base in layers with a window
+        ),
         pytest.param(
             YARN, YARN, r"variant\.sliding_rope is Rot.* it should be Rot.* yarn=None", marks=pytest.mark.nightly
         ),

@@ -43,9 +43,10 @@ def test_tokens_depend_on_the_request_alone_in_every_family_and_layout() -> None
     assert len(ties) == 200 and sum(ties) <= sum(tokens) / TOKENS_PER_TIE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(n, marks=pytest.mark.slow if n in IN_SLOW else pytest.mark.nightly) for n in range(RANDOM_ENGINES)],
+    [pytest.param(n, marks=[pytest.mark.nightly] * (n not in IN_SLOW)) for n in range(RANDOM_ENGINES)],
 )
 def test_a_random_engine_answers_as_a_plain_forward(number: int) -> None:
     case = random_case(number)

@@ -68,7 +68,7 @@ def plain(x: Any, weight: Any, *, columns: int = 1, inner: int = 1, transposed: 
     return jax.lax.dot_general(x, weight, axes, preferred_element_type=jnp.float32)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_product_that_is_not_exact_is_refused_by_engine_and_trainer(
     dtype: str, monkeypatch: pytest.MonkeyPatch, _anew: None
 ) -> None:

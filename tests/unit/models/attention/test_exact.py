@@ -33,7 +33,9 @@ def attended(q, position, k, v, sinks):
     return attend_exact(q, position, *contiguous_blocks(k, v), WINDOW, sinks)
 
 
-@pytest.mark.parametrize(("dtype", "sinks"), [("bfloat16", None), ("float32", None), ("float32", SINKS)])
+@pytest.mark.parametrize(
+    ("dtype", "sinks"), [("bfloat16", None), pytest.param("float32", None, marks=pytest.mark.slow), ("float32", SINKS)]
+)
 def test_a_query_has_the_same_bits_alone_and_beside_others_and_before_a_longer_context(dtype, sinks):
     q, k, v = (normal(*shape, dtype=dtype) for shape in ((2, 12, 2, 3, 8), (2, 2, 160, 8), (2, 2, 160, 8)))
     position = jnp.asarray([range(100, 112), range(140, 152)])

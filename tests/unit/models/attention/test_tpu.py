@@ -50,7 +50,11 @@ HEADS = [(2, 2, 128), (3, 2, 64), (1, 4, 96)]
 )
 @pytest.mark.parametrize(
     ("kv_dtype", "windows", "sinks"),
-    [(FLOAT32, None, False), (FLOAT32, (None, 6), True), pytest.param(FP8, None, False, marks=pytest.mark.slow)],
+    [
+        pytest.param(FLOAT32, None, False, marks=pytest.mark.slow),
+        (FLOAT32, (None, 6), True),
+        pytest.param(FP8, None, False, marks=pytest.mark.slow),
+    ],
     ids=["float32", "window and sinks", "fp8"],
 )
 def test_decode(kv_heads: int, group: int, head: int, kv_dtype: jnp.dtype, windows: Any, sinks: bool) -> None:

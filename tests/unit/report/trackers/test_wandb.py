@@ -210,6 +210,7 @@ def test_a_wandb_run_that_is_resumed_again_and_again_holds_every_row_once(tmp_pa
     assert linked[0]["columns"][-2:] == ["exact_match", "late"]
 
 
+@pytest.mark.slow  # in make test: trackers/test_base.py and test_alarm_log.py, with a W&B of the test's own
 def test_an_offline_wandb_run_has_the_alert(offline_run):
     assert wandb_run.alerts(offline_run) == [("inference_eval: loop", "step 10: loop in 24 of 32 answers", "WARN")]
 

@@ -108,7 +108,7 @@ def test_a_run_that_crashed_goes_on_from_its_newest_checkpoint_bit_for_bit(tmp_p
     assert_same_end(plain, losses, noting, result)
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 2, 5])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)])
 def test_sigterm_saves_after_the_step_and_hooks_not_called_then_are_called_at_the_resume(tmp_path, plain, step):
     _, noting, result = run(make(tmp_path), at=terminate(step))
     assert (result.stopped_by, result.completed_steps) == (signal.SIGTERM, step + 1)
@@ -267,7 +267,7 @@ def with_hook(path, hook, **values):
 @pytest.mark.parametrize(
     ("call", "steps", "saved"),
     [
-        ([0, False], 0, {}),
+        pytest.param([0, False], 0, {}, marks=pytest.mark.slow),
         ([4, True], 4, {4: False}),
         pytest.param([2, False], 3, {2: False}, marks=pytest.mark.slow),
         pytest.param([4, False], 4, {4: False}, marks=pytest.mark.slow),

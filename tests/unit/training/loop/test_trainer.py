@@ -130,7 +130,7 @@ class OfTwoLengths:
         return {name: column[:, :length] for name, column in batch.items()}
 
 
-@pytest.mark.parametrize("parallelism", [-1, "auto"])
+@pytest.mark.parametrize("parallelism", [-1, pytest.param("auto", marks=pytest.mark.slow)])
 def test_rows_of_two_lengths_have_a_program_each_and_the_losses_of_padded_ones(parallelism):
     found, traces = [[], []], []
     for padded in (False, True):

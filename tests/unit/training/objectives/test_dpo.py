@@ -16,7 +16,7 @@ def log_ratios():
 
 
 @MESHES
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_dpo_is_equation_7_and_with_smoothing_cdpo(shape, parallelism, smoothing):
     """L = -(1 - e) log s(h) - e log s(-h) with h = b (r_w - r_l); dL/dh = -(1 - e) s(-h) + e s(h)."""
     beta, ratios = 0.3, log_ratios()

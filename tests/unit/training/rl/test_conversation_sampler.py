@@ -74,7 +74,8 @@ def test_figures_and_rows_speak_of_conversations(plain):
 
 
 @pytest.mark.parametrize(
-    ("fails", "kind"), [("raise", "failed"), pytest.param("hang", "late", marks=pytest.mark.slow), ("reset", "failed"),
+    ("fails", "kind"), [("raise", "failed"), pytest.param("hang", "late", marks=pytest.mark.slow),
+                        pytest.param("reset", "failed", marks=pytest.mark.slow),
                         pytest.param("text", "failed", marks=pytest.mark.slow),
                         pytest.param("sleep", "late", marks=pytest.mark.nightly)],
 )  # fmt: skip
@@ -99,7 +100,12 @@ def test_an_environment_that_fails_drops_its_group_and_training_goes_on(fails, k
 @pytest.mark.parametrize(
     ("fails", "fault", "text"),
     [
-        ("reset", False, r"ConfigError: .* all 16 conversations .* OSError: no such world. Correct the environment"),
+        pytest.param(
+            "reset",
+            False,
+            r"ConfigError: .* all 16 conversations .* OSError: no such world. Correct the environment",
+            marks=pytest.mark.slow,  # a server that is down takes the same way out
+        ),
         ("outage", True, r"HostTimeoutError: .* ConnectionError: .* Check its server, or raise environment.timeout_s"),
     ],
 )

@@ -291,7 +291,9 @@ def test_muon_takes_both_factors_of_an_adapter_as_matrices():
             assert (tuple(found.reduction_axis), tuple(found.output_axis)) == axes, name
 
 
-@pytest.mark.parametrize("kind", ["lion", "muon", "adafactor"])
+@pytest.mark.parametrize(
+    "kind", ["lion", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("muon", "adafactor"))]
+)
 def test_every_optimizer_trains_on_a_mesh_and_its_large_arrays_are_sharded(kind):
     rate = {"lion": 3e-3, "muon": 1e-2, "adafactor": 3e-2}[kind]
     config = TrainerConfig(num_train_steps=8, train_batch_size=8, mesh_shape="1,2,2", on_nan="skip")

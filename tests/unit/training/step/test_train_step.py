@@ -122,7 +122,7 @@ def test_the_learning_rate_is_that_of_the_updates_that_the_optimizer_has_counted
     assert metrics.values["learning_rate"] == expected
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradients_of_microbatches_are_added_in_float32_whatever_the_parameters_are(monkeypatch, slices):
     """A sum of 512 in bfloat16 stops growing at 256 times what is added."""
     expected = step_once("1,4,1", 1, policy="p=f32,c=bf16", rows=2048)[1]
