@@ -111,10 +111,10 @@ class SampleCallback:
             samples_path=None if output_dir is None else Path(absolute_path(output_dir)) / "samples.jsonl",
         )
         if output_dir is not None:
-            other = WRITERS.setdefault(absolute_path(output_dir), self)
-            if other.name != name:
+            writer = WRITERS.setdefault(absolute_path(output_dir), self)
+            if writer.name != name:
                 raise ConfigError(
-                    f"output_dir of callback {name!r} is that of {other.name!r} ({os.fspath(output_dir)}), and rows do "
+                    f"output_dir of callback {name!r} is that of {writer.name!r} ({os.fspath(output_dir)}), and rows do "
                     "not say whose they are. Give each callback a directory of its own."
                 )
         self._job_hosts = JobHosts(hosts)
