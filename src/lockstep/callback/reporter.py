@@ -2,6 +2,7 @@
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.evaluation import PREFIX, TaskResults
 from lockstep.engine import Generation
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.health import AnsweredPrompt, RoundHealth, Vocabulary, measure_round
 from lockstep.hosts import leader_only, try_leader_only
 from lockstep.printable import get_logger
@@ -40,6 +41,10 @@ MAX_WAITING = 8
 """Reports that may wait behind the one being made; each keeps the tokens of its round in the host's memory."""
 
 
+_WRITERS: weakref.WeakValueDictionary[Path, "Reporter"] = weakref.WeakValueDictionary()
+"""The reporters of this process that write rows, by file."""
+
+
 class Reporter:
     """Makes the reports of rounds, one after the other, on a thread of its own; the leader alone has one that works.
 
@@ -59,6 +64,11 @@ class Reporter:
         self.errors = 0  # parts of reports that failed; a metric counts once per round
         self.dropped = 0  # reports that were not made because the queue was full
         self._name, self._config, self._tokenizer, self._samples_path = name, config, tokenizer, samples_path
+        if samples_path is not None and (writer := _WRITERS.setdefault(samples_path, self))._name != name:
+            raise ConfigError(
+                f"output_dir of callback {name!r} is that of {writer._name!r} ({samples_path.parent}), and rows do not "
+                "say whose they are. Give each callback a directory of its own."
+            )
         self._tracker: Tracker = NoopTracker() if tracker is None else tracker
         self._metrics = load_metrics(config.metrics)
         self._judge = None if config.judge is None else Judge(config.judge)

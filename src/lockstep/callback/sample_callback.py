@@ -5,7 +5,6 @@ import json
 import os
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,10 +35,6 @@ AFTER_SIGNAL_S = 2.0  # seconds that reports have after a signal: little time re
 
 KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "tasks_left", "last_tasks")
 """Attributes of a callback that a checkpoint keeps; the leader's own failures and errors in a row begin anew."""
-
-
-WRITERS: weakref.WeakValueDictionary[str, "SampleCallback"] = weakref.WeakValueDictionary()
-"""The callbacks of this process that write rows, by directory."""
 
 
 class SampleCallback:
@@ -110,13 +105,6 @@ class SampleCallback:
             tracker=tracker,
             samples_path=None if output_dir is None else Path(absolute_path(output_dir)) / "samples.jsonl",
         )
-        if output_dir is not None:
-            writer = WRITERS.setdefault(absolute_path(output_dir), self)
-            if writer.name != name:
-                raise ConfigError(
-                    f"output_dir of callback {name!r} is that of {writer.name!r} ({os.fspath(output_dir)}), and rows do "
-                    "not say whose they are. Give each callback a directory of its own."
-                )
         self._job_hosts = JobHosts(hosts)
         self._every_call = every_call
         self.tasks: TaskRounds | None = None
