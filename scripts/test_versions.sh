@@ -17,8 +17,8 @@ case $versions in
   jax-0.12) options=(-c "$pins" --build-constraint hashes.txt) ;;
   newest)
     mkdir -p build
-    # Our own upper bound of jax is what is tried here.
-    printf 'jax>=0.12.0rc0\njaxlib>=0.12.0rc0\n' >build/newest-overrides.txt
+    # Our own upper bound of jax is what is tried here. An override takes the extra with it, which has libtpu.
+    printf 'jax[tpu]>=0.12.0rc0\njaxlib>=0.12.0rc0\n' >build/newest-overrides.txt
     options=(--upgrade --override build/newest-overrides.txt)
     ;;
   environments)

@@ -76,9 +76,9 @@ def set_tools(
     schemas = []
     for function in functions:
         try:
-            schemas.append(dict(function) if isinstance(function, Mapping) else get_json_schema(function))
             if not isinstance(function, Mapping):
-                _check_arguments(function)
+                _check_arguments(function)  # first: newer versions of transformers refuse some with other words
+            schemas.append(dict(function) if isinstance(function, Mapping) else get_json_schema(function))
         except Exception as error:  # of several kinds, not all of which transformers exports
             raise ConfigError(
                 f"the tool {getattr(function, '__name__', function)!r} of the environment cannot be described "

@@ -78,7 +78,7 @@ def test_what_a_chat_would_lose_is_a_bad_row(tokenizer, messages, tools, text):
 
 
 def test_calls_are_lost_where_the_template_writes_something_else_as_json(tokenizer):
-    messages = [*chat("ok")[:1], CALL]
+    messages = [*chat("ok")[:1], {**CALL, "content": ""}]
     for of_message in ("{{ m.content | tojson }}", "{{ (m if m.role == 'user' else m.role) | tojson }}"):
         tokenizer.chat_template = f"{{{{ tools | tojson }}}}{{% for m in messages %}}{of_message}{{% endfor %}}"
         with pytest.raises(BadRow, match="does not mention tool_calls, which the chat has"):
