@@ -23,6 +23,8 @@ def test_environment_of_a_process():
     assert (env["LOCKSTEP_COORDINATOR_ADDRESS"], env["LOCKSTEP_NUM_PROCESSES"]) == ("127.0.0.1:5", "4")
     assert (env["LOCKSTEP_PROCESS_ID"], env["JAX_PLATFORMS"], env["TPU_SKIP_MDS_QUERY"]) == ("2", "cpu", "1")
     assert env["A"] == "b=c" and env["HOME"] == "/h" and "no_proxy" not in env
+    shares = {int(launch.local_environment({"NPROC": n} if n else {}, options, "", 0)["NPROC"]) for n in ("", "7")}
+    assert shares == {7, max(1, len(os.sched_getaffinity(0)) // 4)}
     assert env["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/bin"]
     proxied = launch.local_environment({"http_proxy": "p", "NO_PROXY": "corp"}, options, "127.0.0.1:5", 0)
     assert proxied["no_proxy"] == proxied["NO_PROXY"] == "corp,127.0.0.1,localhost"
