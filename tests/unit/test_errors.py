@@ -25,7 +25,15 @@ OTHERS = {
     # keys of configurations and tokenizers of Hugging Face, and its function that merges adapters
     *("add_bos_token", "eos_token", "full_attention", "merge_and_unload", "num_local_experts", "quant_method"),
     *("is_causal", "mscale_all_dim", "num_attention_heads", "num_key_value_heads", "num_labels", "text_config"),
-    *("gelu_pytorch_tanh", "hidden_act", "no_rope_layers", "sliding_window_pattern", "use_bias", "use_sliding_window"),
+    *(
+        "gelu_pytorch_tanh",
+        "hidden_act",
+        "hidden_activation",
+        "no_rope_layers",
+        "sliding_window_pattern",
+        "use_bias",
+        "use_sliding_window",
+    ),
     *("group_limited_greedy", "scoring_func", "topk_method", "kw_only"),  # the last one is of dataclasses
     *(
         "rope_parameters",

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 from lockstep.errors import ConfigError
 from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.families import llama
-from lockstep.models.families.family import Family, preset
+from lockstep.models.families.family import ACTIVATIONS, Family, preset
 from lockstep.models.variant import Activation, Variant
 
 
@@ -32,12 +32,14 @@ class GemmaConfig(LlamaConfig):
 
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if hf["hidden_act"] == "gelu":
+    activation = hf.get("hidden_activation") or hf["hidden_act"]  # as transformers 4, which published it
+    if activation == "gelu" or activation not in ACTIVATIONS:
         raise ConfigError(
-            "the checkpoint's config.json has hidden_act 'gelu', for which transformers 4 computes gelu_pytorch_tanh, "
-            "as Gemma was trained, and 5 another function. Write gelu_pytorch_tanh."
+            f"the checkpoint's config.json has hidden_act {hf['hidden_act']!r} and hidden_activation "
+            f"{hf.get('hidden_activation')!r}; Gemma was trained with gelu_pytorch_tanh, which transformers 4 computes "
+            "for 'gelu' too, and 5 does not. Write gelu_pytorch_tanh for both."
         )
-    return {}
+    return {"activation": ACTIVATIONS[activation]}
 
 
 FAMILY: Final = Family(

@@ -894,7 +894,7 @@ def test_what_is_not_deepseek_v2_is_refused_by_name(change: dict[str, Any], text
             r"sliding_window 5, sliding_window_pattern 'LLLG' and no layer_types, with which transformers fails",
         ),
         ("glm4_moe_lite", {"head_dim": 8}, r"head_dim 8 and qk_rope_head_dim 6, which are two names of one number"),
-        ("gemma", {"hidden_act": "gelu"}, r"hidden_act 'gelu', for which transformers 4 computes gelu_pytorch_tanh"),
+        ("gemma", {"hidden_act": "gelu"}, r"hidden_act 'gelu' and hidden_activation None; Gemma was trained with gelu"),
         (
             "smollm3",
             {"use_sliding_window": True},
@@ -911,6 +911,8 @@ def test_what_was_never_published_of_a_family_is_refused_by_name(
 
 
 def test_a_family_is_read_with_the_defaults_of_transformers() -> None:
+    both = hf("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh")  # as it was published
+    assert config_from_hf(both) == FAMILIES["gemma"]
     plain = config_from_hf(hf("smollm3", no_rope_layers=None, no_rope_layer_interval=3))
     assert [kind.rope.linear_factor for kind in layer_kinds(plain)] == [1.0, 1.0, math.inf, 1.0, 1.0]
     everywhere = config_from_hf(hf("smollm3", no_rope_layers=[1] * 5))
