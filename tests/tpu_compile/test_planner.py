@@ -386,9 +386,9 @@ def test_a_model_with_a_latent_or_a_state_is_trained_on_a_v5p_16(model, received
         "trainer: {num_train_steps: 100, train_batch_size: 64, per_device_parallelism: 1, mp: 'p=f32,c=bfloat16'}\n",
         encoding="utf-8",
     )
-    code, text, found = plan("--command", "train-lm", "--config_path", config, "--topology", "v5p-16", cache=cache)
-    assert (code, found["fits"]) == (0, True), text
-    assert 1 <= found["train_step"]["fsdp"]["ratio"] < received, text
+    code, text, summary = plan("--command", "train-lm", "--config_path", config, "--topology", "v5p-16", cache=cache)
+    assert (code, summary["fits"]) == (0, True), text
+    assert 1 <= summary["train_step"]["fsdp"]["ratio"] < received, text
 
 
 @pytest.mark.nightly
