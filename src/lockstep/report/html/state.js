@@ -23,6 +23,7 @@ let state = { ...DEFAULTS };
 let render = () => {};
 let drawing = false;
 let writing = 0;
+let readHash = ""; // the address that the state is from or was written to
 
 /** Change what is shown. The address follows a moment later, since browsers limit how often it may change. */
 function show(changes) {
@@ -48,12 +49,15 @@ function address() {
 
 function writeAddress() {
   clearTimeout(writing);
-  if (address() === location.hash.slice(1)) return;
+  // Another address than was read last is that of a link, which is about to be read.
+  if (address() === location.hash.slice(1) || location.hash !== readHash) return;
   history.replaceState(null, "", `#${address()}`);
+  readHash = location.hash;
 }
 
 /** Take what the address says; what it cannot mean in this report is as if it were not there. */
 function readAddress() {
+  readHash = location.hash;
   const parts = new URLSearchParams(location.hash.slice(1));
   const found = { ...DEFAULTS };
   for (const name of Object.keys(DEFAULTS)) if (parts.has(name)) found[name] = parts.get(name);
