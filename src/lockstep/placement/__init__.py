@@ -4,6 +4,7 @@ from lockstep.placement.decode_mesh import DecodeMesh as DecodeMesh
 from lockstep.placement.decode_mesh import make_decode_mesh as make_decode_mesh
 from lockstep.placement.decode_mesh import tensor_sizes as tensor_sizes
 from lockstep.placement.gather import gather as gather
+from lockstep.placement.gather import gather_tokens as gather_tokens
 from lockstep.placement.lazy_weight import Assemble as Assemble
 from lockstep.placement.lazy_weight import LazyWeight as LazyWeight
 from lockstep.placement.lazy_weight import Pick as Pick

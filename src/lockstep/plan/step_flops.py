@@ -6,7 +6,7 @@ from lockstep.models import adapter_products, layer_kinds, layer_products, recom
 from lockstep.models.attention import attention_products
 from lockstep.placement import CP, PP, data_shards
 from lockstep.plan.workload import Workload
-from lockstep.training import TrainerConfig, needs_vocab_blocks
+from lockstep.training import needs_vocab_blocks
 
 
 def flops_on(workload: Workload, mesh: Mesh) -> float:
@@ -17,7 +17,7 @@ def flops_on(workload: Workload, mesh: Mesh) -> float:
     rows = training.trainer.train_batch_size // data_shards(mesh) // parts
     tokens = rows * training.sequences_per_row * training.length // mesh.shape.get(CP, 1)
     vocab_blocks = needs_vocab_blocks(tokens, workload.vocab_size // mesh.shape["tp"])
-    return step_flops(workload, vocab_blocks=vocab_blocks, idle=bubble(training.trainer, mesh, packed=training.packed))
+    return step_flops(workload, vocab_blocks=vocab_blocks, idle=training.bubble(mesh))
 
 
 def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> float:
@@ -46,9 +46,3 @@ def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> 
     products /= 1 - idle
     output = config.hidden_dim * workload.vocab_size * (backwards + (2 if vocab_blocks else 1))
     return 2.0 * (products + output) * tokens
-
-
-def bubble(trainer: TrainerConfig, mesh: Mesh, *, packed: bool = False) -> float:
-    """The share of a pipeline's steps in which a stage has no microbatch; 0 without stages."""
-    stages = mesh.shape.get(PP, 1)
-    return (stages - 1) / (trainer.pipeline_repeats * stages * trainer.microbatches(mesh, packed=packed) + stages - 1)

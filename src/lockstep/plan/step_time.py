@@ -11,7 +11,7 @@ from lockstep.placement import PP, make_mesh
 from lockstep.placement.device import chip_of, tile_of
 from lockstep.plan.fsdp import fsdp_floor
 from lockstep.plan.planner import Plan
-from lockstep.plan.step_flops import bubble, flops_on
+from lockstep.plan.step_flops import flops_on
 from lockstep.plan.train_step import make_state
 from lockstep.plan.workload import Workload
 from lockstep.xla import Topology
@@ -84,7 +84,7 @@ def least_time(workload: Workload, topology: Topology) -> StepTime:
     mesh = make_mesh(workload.mesh_shape, topology.devices)
     state, chip = make_state(workload, mesh), chip_of(topology.devices[0])
     microbatches = training.microbatches(mesh) * mesh.shape.get(PP, 1)
-    idle = bubble(training.trainer, mesh, packed=training.packed)
+    idle = training.bubble(mesh)
     itemsize = training.trainer.precision.compute.itemsize
     received = fsdp_floor(state.structs.model, mesh.shape, microbatches=microbatches, itemsize=itemsize, bubble=idle)
     plan = Plan(

@@ -20,7 +20,7 @@ from lockstep.models import (
 )
 from lockstep.placement import CP, PP, data_shards
 from lockstep.placement.device import block_bytes, program_bytes
-from lockstep.plan.step_flops import bubble, flops_on
+from lockstep.plan.step_flops import flops_on
 from lockstep.plan.workload import Infeasibility, InfeasibleError, TrainingWorkload, Workload
 from lockstep.training import (
     TrainStep,
@@ -170,7 +170,7 @@ def plan_step(workload: Workload, mesh: Mesh, state: State, cache: CompileCache,
     )
     rows = training.trainer.train_batch_size // data_shards(mesh) // microbatches
     beyond = max(0, peak(summary) - state.parameters - state.optimizer - batch)
-    idle = bubble(training.trainer, mesh, packed=training.packed)
+    idle = training.bubble(mesh)
     # A stage keeps what its layers need of each step of the schedule.
     steps = stages * microbatches / (1 - idle) if stages > 1 else 1
     row = mesh.shape["tp"] * mesh.shape.get(CP, 1)

@@ -14,6 +14,7 @@ from lockstep.batch_inference import Checkpoint, SampleConfig, resolve_checkpoin
 from lockstep.engine import DraftSource, EarlierAnswers, EngineConfig
 from lockstep.errors import ConfigError, PromptError
 from lockstep.models import LlamaConfig, LoraConfig, load_config, read_vocab_size
+from lockstep.placement import PP
 from lockstep.plan.model_shape import Shape, shape_of
 from lockstep.printable import without_credentials
 from lockstep.report import EvaluationFields
@@ -118,7 +119,12 @@ class TrainingWorkload:
         return int(self.columns["tokens"].shape[-1])
 
     def microbatches(self, mesh: Mesh) -> int:
-        return self.trainer.microbatches(mesh, packed=self.packed)
+        return self.trainer.microbatches(mesh, packed_length=self.length if self.packed else None)
+
+    def bubble(self, mesh: Mesh) -> float:
+        """The share of a pipeline's steps in which a stage has no microbatch; 0 without stages."""
+        stages = mesh.shape.get(PP, 1)
+        return (stages - 1) / (self.trainer.pipeline_repeats * stages * self.microbatches(mesh) + stages - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

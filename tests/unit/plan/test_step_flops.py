@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval
 
 from lockstep.models import POLICIES, LoraConfig, join_trained, split_trained
 from lockstep.placement import make_mesh
-from lockstep.plan.step_flops import bubble, step_flops
+from lockstep.plan.step_flops import step_flops
 from lockstep.plan.train_step import init_trained
 from lockstep.training import TrainerConfig
 from tests.unit.engine.models import FAMILIES
@@ -101,10 +101,13 @@ def test_logits_in_blocks_are_computed_twice():
 
 def test_a_stage_computes_in_the_bubble_too():
     """The bubble, (p - 1) / (v m + p - 1): layers are computed so much more often, the output layer is not."""
-    trainer = TrainerConfig(train_batch_size=12, per_device_parallelism=2)
-    idle = [bubble(trainer, make_mesh(shape, jax.devices()[:3])) for shape in ("1,3,1", "pp=3")]
-    idle.append(bubble(dataclasses.replace(trainer, pipeline_repeats=3), make_mesh("pp=3", jax.devices()[:3])))
-    assert idle == [0, 2 / 8, 2 / 20]
+
+    def idle(mesh_shape, repeats=1):
+        trainer = TrainerConfig(train_batch_size=12, per_device_parallelism=2, pipeline_repeats=repeats)
+        training = dataclasses.replace(workload_of().training, trainer=trainer)
+        return training.bubble(make_mesh(mesh_shape, jax.devices()[:3]))
+
+    assert [idle("1,3,1"), idle("pp=3"), idle("pp=3", repeats=3)] == [0, 2 / 8, 2 / 20]
     output = 3 * 2 * 16 * 40 * 8 * 32
     whole, staged = (step_flops(workload_of(), vocab_blocks=False, idle=idle) for idle in (0.0, 0.25))
     assert staged - output == pytest.approx((whole - output) / 0.75)

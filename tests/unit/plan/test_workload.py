@@ -5,7 +5,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
 
 from lockstep.batch_inference import SampleConfig
 from lockstep.engine import Engine, EngineConfig
@@ -216,8 +215,8 @@ def test_grpo_asks_for_rollouts_and_for_samples(monkeypatch):
     columns = workload.training.columns
     assert columns["segment_ids"].shape == (1024,) and columns["advantage"].shape == (16,), "the packed rows of a run"
     open_rows = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--trainer.per_device_parallelism", "-1").training
-    mesh = AbstractMesh((1, 16, 1), ("dp", "fsdp", "tp"))
-    assert open_rows.microbatches(mesh) == 8 and workload.training.microbatches(mesh) == 2
+    mesh = make_mesh("1,2,1", jax.devices()[:2])
+    assert open_rows.microbatches(mesh) == 8 and workload.training.microbatches(mesh) == 16
     with_reference = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--kl_coefficient", "0.04")
     assert with_reference.training.reference and "reference_logprobs" in with_reference.training.columns
     renewed = read("grpo_gsm8k_qwen25_3b_v6e_16.yaml", "--kl_coefficient", "0.04", "--reference_every", "8").training

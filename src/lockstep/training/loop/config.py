@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError, check_at_least, check_run_dir
 from lockstep.hosts import DistributedConfig
 from lockstep.models import LlamaConfig, Numerics
 from lockstep.models.attention import AttentionBackend
-from lockstep.placement import data_shards
+from lockstep.placement import CP, data_shards, gather_tokens
 from lockstep.report import JsonlTrackerConfig, TrackerConfig
 from lockstep.training.checkpoints.config import CheckpointerConfig
 from lockstep.training.loop.profiler import ProfilerConfig
@@ -20,8 +20,8 @@ from lockstep.training.loop.stopping import LossSpikeConfig
 from lockstep.training.step.train_state import Precision, StepSettings, parse_precision
 
 PACKED_PARTS: Final = 8
-"""Microbatches that packed rows are divided into where a device could compute all of its rows at once: with more, less
-is computed for nothing, on average half of one, but each gathers the weights once more."""
+"""The most microbatches that packed rows are divided into where a device could compute all of its rows at once: with
+more, less is computed for nothing, on average half of one, but each gathers the weights once more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class TrainerConfig:
     """The number of rows that a device works on at a time; a step then takes several microbatches. -1: all at once;
     ``auto``: the most with which the compiled step fits. The log says how many: give that number to have a run bit for
     bit again where less memory is free. In ``train-grpo``, whose packed rows leave microbatches empty, both take an
-    eighth of a device's rows at most."""
+    eighth of a device's rows at most, or as many as have work for the time in which weights are gathered."""
     memory_bytes_per_device: int | None = None
     """With ``per_device_parallelism: auto``, the bytes of a device that training may use; null: what is free."""
     steps_per_eval: int | None = None
@@ -175,15 +175,16 @@ class TrainerConfig:
         """
         return measure() if self.memory_bytes_per_device is None else self.memory_bytes_per_device
 
-    def microbatches(self, mesh: Mesh, *, packed: bool = False) -> int:
+    def microbatches(self, mesh: Mesh, *, packed_length: int | None = None) -> int:
         """The number of microbatches of one step on a mesh.
 
         Args:
-            packed: Whether a batch may end in microbatches without tokens, which are left out (`PackedBatches`).
+            packed_length: The tokens of a row, where a batch may end in microbatches without tokens, which are left out
+                (`PackedBatches`); else None.
 
         Returns:
-            The number. Where ``per_device_parallelism`` is -1 or not yet known (``auto``) it is 1, or with ``packed``
-            at most `PACKED_PARTS`.
+            The number. Where ``per_device_parallelism`` is -1 or not yet known (``auto``) it is 1, or of packed rows at
+            most `PACKED_PARTS`, each with tokens enough that its products take as long as a gather of the weights.
 
         Raises:
             ConfigError: The batch cannot be divided over the devices or over the microbatches.
@@ -198,7 +199,12 @@ class TrainerConfig:
             )
         rows = self.train_batch_size // shards
         if self.per_device_parallelism in ("auto", -1):
-            return max(parts for parts in range(1, PACKED_PARTS + 1) if rows % parts == 0) if packed else 1
+            if packed_length is None:
+                return 1
+            tokens = rows * packed_length // mesh.shape.get(CP, 1)
+            least = gather_tokens(mesh, self.precision.compute.itemsize)
+            parts = range(PACKED_PARTS, 1, -1)
+            return next((number for number in parts if rows % number == 0 and tokens >= number * least), 1)
         assert isinstance(self.per_device_parallelism, int)
         if rows % self.per_device_parallelism:
             divisors = [n for n in range(1, rows + 1) if rows % n == 0]

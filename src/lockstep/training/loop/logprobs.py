@@ -70,8 +70,9 @@ class LogprobProgram:
         """
         key = _shape(model, batch)
         if key not in self._by_shape:
-            packed, n_rows = "segment_ids" in batch, len(batch["tokens"])
-            parts = self._microbatches(n_rows, packed=packed) if microbatches is None else microbatches
+            n_rows, length = batch["tokens"].shape
+            packed = {"packed_length": length} if "segment_ids" in batch else {}
+            parts = self._microbatches(n_rows, **packed) if microbatches is None else microbatches
             compute = functools.partial(self._compute, parts)
             arguments = [model, dict(batch)]
             self._by_shape[key] = self._programs.compile(self._name, compute, arguments, out_shardings=self._sharding)
@@ -91,11 +92,12 @@ class LogprobProgram:
         with self._programs.launching(self._name):
             return fetch(self._by_shape[_shape(model, batch)](model, dict(batch)))
 
-    def _microbatches(self, n_rows: int, *, packed: bool) -> int:
+    def _microbatches(self, n_rows: int, *, packed_length: int | None = None) -> int:
         if self._trainer.per_device_parallelism == "auto":
             # The trainer finds its number by compiling; a forward pass of one row at a time fits beside any.
             return n_rows // data_shards(self._mesh)
-        return self._trainer.microbatches(self._mesh, packed=packed) * (n_rows // self._trainer.train_batch_size)
+        parts = self._trainer.microbatches(self._mesh, packed_length=packed_length)
+        return parts * (n_rows // self._trainer.train_batch_size)
 
     def _compute(self, microbatches: int, model: PyTree, batch: Mapping[str, Array]) -> Array:
         def prepared(model: PyTree) -> PyTree:

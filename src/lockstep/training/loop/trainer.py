@@ -321,7 +321,8 @@ class Trainer:
     def _compile(self, state: TrainState, shardings: PyTree, source: BatchSource) -> TrainStep:
         """The train step, compiled and agreed on by every host; nobody launches it before all are ready."""
         packed = isinstance(source, PackedBatches)
-        fewest = self.config.microbatches(self.mesh, packed=packed)
+        length = source.structs()["tokens"].shape[-1] if packed else None
+        fewest = self.config.microbatches(self.mesh, packed_length=length)
 
         def make(microbatches: int) -> TrainStep:
             return TrainStep(

@@ -184,11 +184,11 @@ EXPERTS = dataclasses.replace(runs.EXPERTS, experts=dataclasses.replace(runs.EXP
 @pytest.mark.parametrize(
     ("mesh_shape", "shards", "model", "rows_at_a_time"),
     [
-        ("auto", 4, tiny.CONFIG, -1),
+        ("auto", 4, tiny.CONFIG, 1),
         pytest.param("1,2,2", 2, tiny.CONFIG, 2, marks=pytest.mark.nightly),
-        pytest.param("pp=2,fsdp=-1", 4, tiny.CONFIG, -1, marks=pytest.mark.nightly),
-        pytest.param("fsdp=-1,cp=2", 2, tiny.CONFIG, -1, marks=pytest.mark.nightly),
-        pytest.param("auto", 4, EXPERTS, "auto", marks=pytest.mark.nightly),
+        pytest.param("pp=2,fsdp=-1", 4, tiny.CONFIG, 1, marks=pytest.mark.nightly),
+        pytest.param("fsdp=-1,cp=2", 2, tiny.CONFIG, 1, marks=pytest.mark.nightly),
+        pytest.param("auto", 4, EXPERTS, 1, marks=pytest.mark.nightly),
     ],
 )
 def test_an_update_is_that_of_padded_rows(mesh_shape, shards, model, rows_at_a_time):
@@ -199,7 +199,7 @@ def test_an_update_is_that_of_padded_rows(mesh_shape, shards, model, rows_at_a_t
     values = {"mesh_shape": mesh_shape, "per_device_parallelism": rows_at_a_time}
     padded, figures, _ = updated(Rows, columns, model, **values)
     packed, packed_figures, microbatches = updated(PackedRows, packing.pack(columns), model, **values)
-    rows = shards * max(1, rows_at_a_time) if rows_at_a_time != "auto" else shards
+    rows = shards * rows_at_a_time
     needed = 1 if "pp" in mesh_shape else -(-packing.filled // rows)  # stages have all microbatches at once
     assert microbatches == needed < len(TOKENS) / rows
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(padded))
