@@ -217,7 +217,9 @@ GEMMA = Family(gelu_tanh, norm_plus_one=True, norms=GEMMA_NORMS, scaled_embeddin
 OLMO_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 GLM_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"), Family()),
+    **dict.fromkeys(
+        ("granite", "llama", "ministral3", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"), Family()
+    ),
     "gemma": Family(gelu_tanh, norm_plus_one=True, scaled_embedding=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     **dict.fromkeys(("olmo2", "olmo3"), Family(norms=OLMO_NORMS, norm_over_heads=True)),
@@ -319,6 +321,9 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
     q, k = normed("q", q, heads), normed("k", k, kv_heads)
     if rotates and (family.rotates_full or kind == "sliding_attention"):
         q, k = (rotate(x, rope, family.interleaved) for x in (q, k))
+    if beta := rope.get("llama_4_scaling_beta"):  # Ministral 3
+        contexts = np.arange(length) // rope["original_max_position_embeddings"]
+        q = q * (1 + beta * np.log(1 + contexts))[:, None, None]
     group = heads // kv_heads
     k, v = np.repeat(k, group, axis=2), np.repeat(v.reshape(batch, length, kv_heads, size), group, axis=2)
     scale = config.get("attention_multiplier") or config.get("query_pre_attn_scalar", size) ** -0.5

@@ -15,6 +15,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -314,5 +315,18 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         routed_scaling_factor=1.7,
         mlp_layer_types=["dense", "sparse", "dense"],
         rope_parameters={"rope_type": "default", "rope_theta": 200.0},
+    ),
+    # Every eighth position raises the factor of queries.
+    "ministral3": Ministral3Config(
+        **ODD,
+        head_dim=10,
+        rope_parameters={
+            **YARN,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 2.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
     ),
 }
