@@ -158,6 +158,23 @@ def glm_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array
     return out
 
 
+def minimax_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """MiniMax-M2: as GLM-4.5 with one group and no expert for all tokens, and the names of Mixtral."""
+    moe = tensors.below("block_sparse_moe")
+    logits = linear(moe, "gate", x)
+    biased = 1 / (1 + np.exp(-logits)) + moe["e_score_correction_bias"]
+
+    def expert(index: int, token: Array) -> Array:
+        return gated(family, moe.below(f"experts.{index}"), token, ("w1", "w3", "w2"))
+
+    out = np.zeros_like(x)
+    for place in np.ndindex(x.shape[:-1]):
+        chosen = np.argsort(-biased[place], kind="stable")[: config["num_experts_per_tok"]]
+        own = 1 / (1 + np.exp(-logits[place][chosen]))
+        out[place] = sum(w * expert(int(index), x[place]) for w, index in zip(own / own.sum(), chosen, strict=True))
+    return out
+
+
 def deepseek_v2(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
     """DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434, section 2.2: a softmax; groups by their best expert."""
     moe = tensors.below("mlp")
@@ -233,6 +250,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(mlp=mixtral),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Family(mlp=qwen_moe)),
+    "olmoe": Family(mlp=qwen_moe, norm_over_heads=True),
+    "minimax_m2": Family(mlp=minimax_moe, norm_over_heads=True),
     "gpt_oss": Family(mlp=gpt_oss),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), Family(norm_plus_one=True, gated=True, mlp=qwen_moe)),
     "qwen3_5_text": Family(norm_plus_one=True, gated=True),

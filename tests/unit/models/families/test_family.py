@@ -44,9 +44,11 @@ from lockstep.models.families.glm4 import Glm4Config
 from lockstep.models.families.glm4_moe import Glm4MoeConfig
 from lockstep.models.families.glm4_moe_lite import Glm4MoeLiteConfig
 from lockstep.models.families.granite import GraniteConfig
+from lockstep.models.families.minimax_m2 import MiniMaxM2Config
 from lockstep.models.families.ministral3 import Ministral3Config
 from lockstep.models.families.olmo2 import Olmo2Config
 from lockstep.models.families.olmo3 import Olmo3Config, Olmo3Variant
+from lockstep.models.families.olmoe import OlmoeConfig
 from lockstep.models.families.phi3 import Phi3Config
 from lockstep.models.families.qwen3_5 import Qwen35Config, Qwen35Variant
 from lockstep.models.families.qwen3_5_moe import Qwen35MoeConfig
@@ -212,6 +214,12 @@ FAMILIES = {
         rope=RotaryConfig(theta=300.0),
         variant=Variant(embed_scale=3.0, attention_scale=0.3, residual_scale=0.7, logit_scale=1 / 1.7),
     ),
+    "minimax_m2": MiniMaxM2Config(
+        **{**ODD, "intermediate_dim": 22},
+        head_dim=12,
+        rope=RotaryConfig(theta=300.0, partial_rotary_factor=0.5),
+        experts=Experts(num_experts=5, num_experts_per_tok=3, scoring="biased_sigmoid", load_balancing_coef=0.0),
+    ),
     "ministral3": Ministral3Config(
         **ODD,
         head_dim=10,
@@ -225,6 +233,11 @@ FAMILIES = {
                 llama_4_scaling_beta=0.3,
             ),
         ),
+    ),
+    "olmoe": OlmoeConfig(
+        **{**ODD, "hidden_dim": 48, "intermediate_dim": 22},
+        rope=RotaryConfig(theta=300.0),
+        experts=Experts(num_experts=5, num_experts_per_tok=3, norm_topk_prob=False, load_balancing_coef=0.01),
     ),
     "seed_oss": SeedOssConfig(**ODD, head_dim=10, rope=RotaryConfig(theta=300.0), variant=Variant(o_bias=True)),
     "smollm3": SmolLm3Config(
@@ -325,7 +338,7 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
     skip = {"_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
     skip |= {
         "qwen2": {"head_dim"},
-        **dict.fromkeys(("exaone4", "granite", "olmo2", "smollm3"), {"head_dim"}),
+        **dict.fromkeys(("exaone4", "granite", "olmo2", "olmoe", "smollm3"), {"head_dim"}),
         "olmo3": {"head_dim", "rope_parameters"},  # those of either kind of layer are of transformers 5.24
         "gemma2": {"use_bidirectional_attention"},  # null or false
         **dict.fromkeys(("gemma3", "cohere2"), {"sliding_window_pattern"}),  # of transformers 4
@@ -345,6 +358,7 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "deepseek_v2": {"rope_parameters", "rope_scaling", *OF_LATER},
         "deepseek_v2_lite": {"n_group", "topk_group", *OF_LATER},
         "ministral3": {"rope_parameters"},
+        "minimax_m2": {"partial_rotary_factor", "rotary_dim"},  # the same in rope_parameters
         **dict.fromkeys(("deepseek_v3", "deepseek_v3_lite"), {"rope_parameters", "pretraining_tp", "rope_scaling"}),
     }.get(family, set())
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= skip
@@ -750,7 +764,7 @@ PUBLISHED = {
      ("GLM-4.5-Air", 106.9), ("Qwen3.5-27B", 26.9), ("Qwen3.5-35B-A3B", 34.66), ("Qwen3.5-397B-A17B", 396.3),
      ("Qwen3-Next-80B-A3B-Instruct", 79.7), ("DeepSeek-V3", 671.03), ("DeepSeek-V2", 235.74),
      ("DeepSeek-V2-Lite", 15.71), ("Ministral-3-3B-Instruct-2512", 3.43), ("Ministral-3-8B-Base-2512", 8.49),
-     ("Ministral-3-14B-Instruct-2512", 13.51)],
+     ("Ministral-3-14B-Instruct-2512", 13.51), ("OLMoE-1B-7B-0924-Instruct", 6.92), ("MiniMax-M2", 228.69)],
 )  # fmt: skip
 def test_a_preset_has_the_parameters_of_its_checkpoint(name: str, billions: float) -> None:
     preset = find_preset(name)
@@ -922,6 +936,7 @@ def test_what_is_not_deepseek_v2_is_refused_by_name(change: dict[str, Any], text
             {"rope_parameters": YARN},
             r"settings .*'yarn', .* YaRN and llama_4_scaling_beta",
         ),
+        ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv 8\.0; lockstep computes OLMoE without a limit"),
         ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1]}, r"no_rope_layers \[1, 0, 0, 1, 1\]; .* every n-th layer"),
     ],
 )
@@ -941,6 +956,8 @@ def test_a_family_is_read_with_the_defaults_of_transformers() -> None:
     assert everywhere.variant.no_rope_every is None
     assert config_from_hf(config_to_hf(everywhere, 118)) == everywhere
     assert config_from_hf(hf("ministral3", rope_parameters=None)).rope == Ministral3Config().rope
+    published = hf("minimax_m2", rope_theta=300.0, rotary_dim=6)
+    assert config_from_hf({**published, "rope_parameters": None}) == FAMILIES["minimax_m2"]
     constant = config_from_hf(hf("ministral3", rope_parameters={**YARN, "llama_4_scaling_beta": 0.0}))
     assert config_from_hf(config_to_hf(constant, 118)) == constant
     whole = config_from_hf(hf("exaone4", sliding_window=None, layer_types=["full_attention"] * 5))  # as in 1.2B
