@@ -14,6 +14,8 @@ from transformers import (
     Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -347,5 +349,17 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
         bos_token_id=0,
         eos_token_id=0,
+    ),
+    "hunyuan_v1_dense": HunYuanDenseV1Config(
+        **ODD,
+        head_dim=10,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0},
+    ),
+    "hunyuan_v1_moe": HunYuanMoEV1Config(
+        **{**ODD, "intermediate_size": 22},
+        head_dim=10,
+        num_experts=5,
+        moe_topk=3,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0},
     ),
 }

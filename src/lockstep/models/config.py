@@ -165,8 +165,9 @@ class LlamaConfig(ModelConfig):
                 f"variant.layer_types has linear_attention in {len(self.linear_layers)} of {self.num_layers} layers, "
                 "and linear_attention is null. Give them another type, or set linear_attention, which qwen3_next has."
             )
-        if self.variant.wide_qk_norm and not self.qk_norm:
-            raise ConfigError("variant.wide_qk_norm is true, qk_norm is false: there is no norm. Set qk_norm to true.")
+        for name in ("wide_qk_norm", "norm_after_rope"):
+            if getattr(self.variant, name) and not self.qk_norm:
+                raise ConfigError(f"variant.{name} is true, qk_norm is false: there is no norm. Set qk_norm to true.")
         rotated = self.rope.rotated(self.rotary_size)
         if rotated % 2 or rotated < 2:
             raise ConfigError(

@@ -211,7 +211,8 @@ def project(
         q, gate = jnp.split(ops.columns(h, w.gated_q, (kv, group, 2 * head), units=kv * group), 2, axis=-1)
     k = ops.columns(h, w.k, (kv, head), units=kv, bias=w.k_bias)
     v = ops.columns(h, w.v, (kv, head), units=kv, bias=w.v_bias)
-    q, k = ops.norm(q, w.q_norm), ops.norm(k, w.k_norm)
+    late = config.variant.norm_after_rope
+    q, k = (q, k) if late else (ops.norm(q, w.q_norm), ops.norm(k, w.k_norm))
     q, k = ops.norm(q, w.q_wide_norm, wide=True), ops.norm(k, w.k_wide_norm, wide=True)
     q, k = (block.unit_norm(x, config.variant.unit_qk_norm) for x in (q, k))
     if config.variant.interleaved_rope:
@@ -219,6 +220,7 @@ def project(
     q = block.rotate(q, *(x[..., None, None, :] for x in rotary.of_queries), fix=ops.fix)
     k = block.rotate(k, *(x[..., None, :] for x in rotary[:2]), fix=ops.fix)
     q, k = ops.fix((q, k))
+    q, k = (ops.norm(q, w.q_norm), ops.norm(k, w.k_norm)) if late else (q, k)
     q = ops.shard(block.scale_queries(q, config.attention_scale), "kv_head", "q_heads_per_group", "head_size")
     return q, ops.shard(k, "kv_head", "head_size"), ops.shard(v, "kv_head", "head_size"), gate
 

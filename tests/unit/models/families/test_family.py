@@ -44,6 +44,8 @@ from lockstep.models.families.glm4 import Glm4Config
 from lockstep.models.families.glm4_moe import Glm4MoeConfig
 from lockstep.models.families.glm4_moe_lite import Glm4MoeLiteConfig
 from lockstep.models.families.granite import GraniteConfig
+from lockstep.models.families.hunyuan_v1_dense import HunyuanConfig
+from lockstep.models.families.hunyuan_v1_moe import HunyuanMoeConfig
 from lockstep.models.families.minimax_m2 import MiniMaxM2Config
 from lockstep.models.families.ministral3 import Ministral3Config
 from lockstep.models.families.olmo2 import Olmo2Config
@@ -214,6 +216,15 @@ FAMILIES = {
         rope=RotaryConfig(theta=300.0),
         variant=Variant(embed_scale=3.0, attention_scale=0.3, residual_scale=0.7, logit_scale=1 / 1.7),
     ),
+    "hunyuan_v1_dense": HunyuanConfig(
+        **ODD, head_dim=10, layer_norm_epsilon=1e-5, rope=RotaryConfig(theta=100.0 * 20.0 ** (10 / 8))
+    ),
+    "hunyuan_v1_moe": HunyuanMoeConfig(
+        **{**ODD, "intermediate_dim": 22},
+        head_dim=10,
+        rope=RotaryConfig(theta=100.0 * 20.0 ** (10 / 8)),
+        experts=Experts(num_experts=5, num_experts_per_tok=3, shared_intermediate_dim=22, load_balancing_coef=0.0),
+    ),
     "minimax_m2": MiniMaxM2Config(
         **{**ODD, "intermediate_dim": 22},
         head_dim=12,
@@ -358,6 +369,8 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "deepseek_v2": {"rope_parameters", "rope_scaling", *OF_LATER},
         "deepseek_v2_lite": {"n_group", "topk_group", *OF_LATER},
         "ministral3": {"rope_parameters"},
+        "hunyuan_v1_dense": {"rope_parameters"},  # the same base without alpha
+        "hunyuan_v1_moe": {"rope_parameters", "output_router_logits"},  # likewise, and of transformers 5.24
         "minimax_m2": {"partial_rotary_factor", "rotary_dim"},  # the same in rope_parameters
         **dict.fromkeys(("deepseek_v3", "deepseek_v3_lite"), {"rope_parameters", "pretraining_tp", "rope_scaling"}),
     }.get(family, set())
@@ -936,6 +949,7 @@ def test_what_is_not_deepseek_v2_is_refused_by_name(change: dict[str, Any], text
             {"rope_parameters": YARN},
             r"settings .*'yarn', .* YaRN and llama_4_scaling_beta",
         ),
+        ("hunyuan_v1_moe", {"moe_topk": [3, 2, 3]}, r"'moe_topk': \[3, 2, 3\].*; lockstep computes the same number of"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv 8\.0; lockstep computes OLMoE without a limit"),
         ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1]}, r"no_rope_layers \[1, 0, 0, 1, 1\]; .* every n-th layer"),
     ],
@@ -956,6 +970,8 @@ def test_a_family_is_read_with_the_defaults_of_transformers() -> None:
     assert everywhere.variant.no_rope_every is None
     assert config_from_hf(config_to_hf(everywhere, 118)) == everywhere
     assert config_from_hf(hf("ministral3", rope_parameters=None)).rope == Ministral3Config().rope
+    for_layers = hf("hunyuan_v1_moe", moe_topk=[3] * 3, num_experts=[5] * 3)  # as in A13B
+    assert config_from_hf(for_layers) == FAMILIES["hunyuan_v1_moe"]
     published = hf("minimax_m2", rope_theta=300.0, rotary_dim=6)
     assert config_from_hf({**published, "rope_parameters": None}) == FAMILIES["minimax_m2"]
     constant = config_from_hf(hf("ministral3", rope_parameters={**YARN, "llama_4_scaling_beta": 0.0}))
