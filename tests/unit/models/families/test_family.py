@@ -857,6 +857,7 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, r"\['LlamaForSequenceClassification'\]"),
         ({"architectures": ["MistralForCausalLM"]}, r"\['MistralForCausalLM'\] and model_type 'llama', .*contradict"),
         ({"transformers_weights": "other.safetensors"}, r"transformers_weights 'other\.safetensors', the file"),
+        ({"architectures": ["ArceeForCausalLM"], "model_type": "arcee"}, r"'arcee'\), which needs MLPs without a gate"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, r"DeepseekV32.*needs attention to positions that an indexer"),
         (
             {
