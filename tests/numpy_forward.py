@@ -54,6 +54,7 @@ class Family:
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     """The norms before and after attention, before and after the MLP."""
     norm_over_heads: bool = False  # OLMo 2: one norm over all heads of q, and of k
+    norm_after_rope: bool = False  # Hunyuan
     scaled_embedding: bool = False
     interleaved: bool = False  # GLM, Cohere, ERNIE: neighbouring elements of a head are a pair
     rotates_full: bool = True  # Cohere, EXAONE: layers without a window have no positions
@@ -112,6 +113,8 @@ def mixtral(family: Family, config: Config, tensors: Tensors, x: Array) -> Array
 def qwen_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
     """Qwen 2 and 3: shares of a softmax over all experts, renormalised or not, and a gated expert for all tokens."""
     moe = tensors.below("mlp")
+    if "gate.wg.weight" in moe:  # Hunyuan
+        moe["gate.weight"] = moe["gate.wg.weight"]
     if "gate.weight" not in moe:  # a layer without experts
         return dense(family, config, tensors, x)
 
@@ -121,7 +124,10 @@ def qwen_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Arra
     def share(chosen: Array) -> Array:
         return chosen / chosen.sum() if config.get("norm_topk_prob", True) else chosen
 
-    out = routed(softmax(linear(moe, "gate", x)), config["num_experts_per_tok"], expert, share, x)
+    top = config["moe_topk"] if "moe_topk" in config else config["num_experts_per_tok"]
+    out = routed(softmax(linear(moe, "gate", x)), top, expert, share, x)
+    if "shared_mlp.up_proj.weight" in moe:
+        out += gated(family, moe.below("shared_mlp"), x, PROJECTIONS)
     if "shared_expert_gate.weight" in moe:
         shared = gated(family, moe.below("shared_expert"), x, PROJECTIONS)
         out += shared / (1 + np.exp(-linear(moe, "shared_expert_gate", x)))
@@ -155,6 +161,23 @@ def glm_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array
         shares = own[chosen] / (own[chosen].sum() if config["norm_topk_prob"] else 1)
         for share, index in zip(config["routed_scaling_factor"] * shares, chosen, strict=True):
             out[place] += share * gated(family, moe.below(f"experts.{index}"), x[place], PROJECTIONS)
+    return out
+
+
+def minimax_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """MiniMax-M2: as GLM-4.5 with one group and no expert for all tokens, and the names of Mixtral."""
+    moe = tensors.below("block_sparse_moe")
+    logits = linear(moe, "gate", x)
+    biased = 1 / (1 + np.exp(-logits)) + moe["e_score_correction_bias"]
+
+    def expert(index: int, token: Array) -> Array:
+        return gated(family, moe.below(f"experts.{index}"), token, ("w1", "w3", "w2"))
+
+    out = np.zeros_like(x)
+    for place in np.ndindex(x.shape[:-1]):
+        chosen = np.argsort(-biased[place], kind="stable")[: config["num_experts_per_tok"]]
+        own = 1 / (1 + np.exp(-logits[place][chosen]))
+        out[place] = sum(w * expert(int(index), x[place]) for w, index in zip(own / own.sum(), chosen, strict=True))
     return out
 
 
@@ -217,12 +240,16 @@ GEMMA = Family(gelu_tanh, norm_plus_one=True, norms=GEMMA_NORMS, scaled_embeddin
 OLMO_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 GLM_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"), Family()),
+    **dict.fromkeys(
+        ("granite", "llama", "ministral3", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"), Family()
+    ),
     "gemma": Family(gelu_tanh, norm_plus_one=True, scaled_embedding=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     **dict.fromkeys(("olmo2", "olmo3"), Family(norms=OLMO_NORMS, norm_over_heads=True)),
     "exaone4": Family(norms=OLMO_NORMS, rotates_full=False),
     "ernie4_5": Family(interleaved=True),
+    "hunyuan_v1_dense": Family(norm_after_rope=True),
+    "hunyuan_v1_moe": Family(norm_after_rope=True, mlp=qwen_moe),
     "glm4": Family(norms=GLM_NORMS, interleaved=True),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), Family(mlp=glm_moe)),
     "deepseek_v2": Family(mlp=deepseek_v2),
@@ -231,6 +258,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(mlp=mixtral),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), Family(mlp=qwen_moe)),
+    "olmoe": Family(mlp=qwen_moe, norm_over_heads=True),
+    "minimax_m2": Family(mlp=minimax_moe, norm_over_heads=True),
     "gpt_oss": Family(mlp=gpt_oss),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), Family(norm_plus_one=True, gated=True, mlp=qwen_moe)),
     "qwen3_5_text": Family(norm_plus_one=True, gated=True),
@@ -270,6 +299,8 @@ def frequencies(rope: Config, head: int) -> tuple[Array, float]:
                 attention = (0.1 * rope["mscale"] * math.log(factor) + 1) / (
                     0.1 * rope["mscale_all_dim"] * math.log(factor) + 1
                 )
+        case "dynamic" if "alpha" in rope:  # Hunyuan: another base
+            angles = (rope["rope_theta"] * rope["alpha"] ** (rotated / (rotated - 2))) ** -exponents
         case kind:
             assert kind == "default", kind
     return angles, attention
@@ -319,6 +350,12 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
     q, k = normed("q", q, heads), normed("k", k, kv_heads)
     if rotates and (family.rotates_full or kind == "sliding_attention"):
         q, k = (rotate(x, rope, family.interleaved) for x in (q, k))
+    if family.norm_after_rope:
+        q = normalised(family, config, q, tensors["query_layernorm.weight"])
+        k = normalised(family, config, k, tensors["key_layernorm.weight"])
+    if beta := rope.get("llama_4_scaling_beta"):  # Ministral 3
+        contexts = np.arange(length) // rope["original_max_position_embeddings"]
+        q = q * (1 + beta * np.log(1 + contexts))[:, None, None]
     group = heads // kv_heads
     k, v = np.repeat(k, group, axis=2), np.repeat(v.reshape(batch, length, kv_heads, size), group, axis=2)
     scale = config.get("attention_multiplier") or config.get("query_pre_attn_scalar", size) ** -0.5

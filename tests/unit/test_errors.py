@@ -29,6 +29,7 @@ OTHERS = {
         "gelu_pytorch_tanh",
         "hidden_act",
         "hidden_activation",
+        "clip_qkv",
         "no_rope_layers",
         "sliding_window_pattern",
         "use_bias",

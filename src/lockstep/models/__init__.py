@@ -10,7 +10,8 @@ from lockstep.models.config import ModelConfig as ModelConfig
 from lockstep.models.config import Numerics as Numerics
 from lockstep.models.config import distinct as distinct
 from lockstep.models.config import layer_kinds as layer_kinds
-from lockstep.models.config import rotary_amplitudes as rotary_amplitudes
+from lockstep.models.config import rotary as rotary
+from lockstep.models.config import rotary_angles as rotary_angles
 from lockstep.models.config import rotary_frequencies as rotary_frequencies
 from lockstep.models.delta_rule import LinearAttention as LinearAttention
 from lockstep.models.expert_mlps import ExactSum as ExactSum

@@ -17,12 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from lockstep.models import block
 from lockstep.models.attention import NO_WINDOW
-from lockstep.models.config import LayerKind, LlamaConfig, layer_kinds, rotary_frequencies
+from lockstep.models.config import LayerKind, LlamaConfig, layer_kinds, rotary, rotary_frequencies
 from lockstep.models.delta_rule import DeltaGates, DeltaState, gated_delta
 from lockstep.models.experts import Scoring
 from lockstep.models.latent import LatentQueries, expanded
 from lockstep.models.layers import Attend, Ops, feed_forward, first_stream, last_stream, layer
-from lockstep.models.rope import RotaryConfig
+from lockstep.models.rope import RotaryConfig, YarnScaling, query_factor
 from lockstep.models.weight_sizes import sizes_of
 from lockstep.models.weights import ATTENTION_WEIGHTS, LINEAR_WEIGHTS, SPLIT_DELTA, WEIGHT_AXES, DecoderWeights
 
@@ -97,10 +97,13 @@ def of_layers(config: LlamaConfig, kinds: tuple[LayerKind, ...]) -> dict[str, An
 
 
 def of_ropes(config: LlamaConfig, ropes: Sequence[RotaryConfig]) -> dict[str, Any]:
-    """Radians per token ``[layer, half_head]``, and factors of attention scores ``[layer]``."""
+    """Radians per token ``[layer, half_head]``, and factors of attention scores and of later queries ``[layer]``."""
+    yarns = [rope.yarn or YarnScaling() for rope in ropes]
     return {
         "frequencies": np.stack([rotary_frequencies(config, rope) for rope in ropes]),
         "score_factor": np.array([rope.score_factor for rope in ropes], np.float32),
+        "beta": np.array([yarn.llama_4_scaling_beta or 0.0 for yarn in yarns], np.float32),
+        "context": np.array([yarn.original_max_position_embeddings for yarn in yarns], np.int32),
     }
 
 
@@ -139,9 +142,10 @@ def adjustable_logits(
     distance = position[:, None] - position
 
     def run(x: Array, inputs: Any) -> tuple[Array, None]:
-        parts, frequencies, factor, window = inputs
+        parts, frequencies, factor, beta, context, window = inputs
         w: Any = types.SimpleNamespace(**parts)
-        angles = block.rope_angles(position, [frequencies])
+        angles = rotary(config, block.rope_angles(position, [frequencies]))
+        factor = factor * query_factor(position // context, beta, jnp.log)[:, None]
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             scores = jnp.einsum("btkgh,bskh->bkgts", q, k)
@@ -166,17 +170,17 @@ def adjustable_logits(
             return answer
 
         def full(x: Array) -> tuple[Array, None]:
-            return layer(ops, config, _without(w, *LINEAR_WEIGHTS), x, (jnp.cos(angles), jnp.sin(angles)), attend, mlp)
+            return layer(ops, config, _without(w, *LINEAR_WEIGHTS), x, angles, attend, mlp)
 
         def linear(x: Array) -> tuple[Array, None]:
-            return layer(ops, config, w, x, (jnp.cos(angles), jnp.sin(angles)), ops.recur, mlp)
+            return layer(ops, config, w, x, angles, ops.recur, mlp)
 
         answer: tuple[Array, None]
         answer = full(x) if w.linear_o is None else jax.lax.cond(w.linear, linear, full, x)
         return answer
 
     x = first_stream(ops, config, weights, settings["embed_scale"] * weights.embed[ids])
-    of_layer = (settings[name] for name in ("frequencies", "score_factor", "window"))
+    of_layer = (settings[name] for name in ("frequencies", "score_factor", "beta", "context", "window"))
     x, _ = jax.lax.scan(run, x, (_layers(config, weights, settings), *of_layer))
     output = weights.embed.T
     if weights.lm_head is not None:

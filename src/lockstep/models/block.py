@@ -6,10 +6,11 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lockstep.placement import matmul
@@ -143,13 +144,37 @@ def even_first(x: Float[Array, "... head"], rotated: int) -> Float[Array, "... h
     return jnp.concatenate([pairs[..., 0], pairs[..., 1], x[..., rotated:]], axis=-1)
 
 
-def rope_angles(positions: Array, frequencies: list[Any]) -> Float[Array, "... half"]:
+class Rotary(NamedTuple):
+    """Cosines and sines of rotary angles; a row axis may have size 1, and the first ones may be left out."""
+
+    cos: Float[Array, "... half_head"]
+    sin: Float[Array, "... half_head"]
+    factor: Float[Array, "... 1"] | None = None
+    """The factor of queries; None for 1."""
+
+    @property
+    def of_queries(self) -> tuple[Array, Array]:
+        """Cosines and sines that rotate queries and multiply them by their factor."""
+        return (self.cos, self.sin) if self.factor is None else (self.cos * self.factor, self.sin * self.factor)
+
+
+type QueryFactors = tuple[Float[np.ndarray, " entry"], int]
+"""The factors of queries by their position, and the number of positions that each of them has."""
+
+
+def rope_angles(
+    positions: Array, frequencies: list[Any], factors: list[QueryFactors] | None = None
+) -> Float[Array, "... half"]:
     """Return rotary angles in float32 radians, with an axis for the kinds in front where there are several.
 
     Args:
         frequencies: For each kind of layer the radians per token ``[half]``.
+        factors: For each kind the factors of queries, which are the last column of the angles then.
     """
     angles = [positions[..., None].astype(jnp.float32) * rope for rope in frequencies]
+    if factors is not None:
+        columns = [jnp.asarray(table)[positions // count][..., None] for table, count in factors]
+        angles = [jnp.concatenate(parts, axis=-1) for parts in zip(angles, columns, strict=True)]
     return angles[0] if len(angles) == 1 else jnp.stack(angles)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import ClassVar, Final, Literal
 
 import draccus
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
@@ -164,8 +165,9 @@ class LlamaConfig(ModelConfig):
                 f"variant.layer_types has linear_attention in {len(self.linear_layers)} of {self.num_layers} layers, "
                 "and linear_attention is null. Give them another type, or set linear_attention, which qwen3_next has."
             )
-        if self.variant.wide_qk_norm and not self.qk_norm:
-            raise ConfigError("variant.wide_qk_norm is true, qk_norm is false: there is no norm. Set qk_norm to true.")
+        for name in ("wide_qk_norm", "norm_after_rope"):
+            if getattr(self.variant, name) and not self.qk_norm:
+                raise ConfigError(f"variant.{name} is true, qk_norm is false: there is no norm. Set qk_norm to true.")
         rotated = self.rope.rotated(self.rotary_size)
         if rotated % 2 or rotated < 2:
             raise ConfigError(
@@ -217,7 +219,7 @@ class LlamaConfig(ModelConfig):
     @property
     def score_factor(self) -> float:
         """The factor of attention scores that comes with the rotary scaling of all layers; 1 where layers differ in it,
-        whose angles have `rotary_amplitudes`.
+        and queries have it (`rotary_angles`).
         """
         factors = {kind.rope.score_factor for kind in layer_kinds(self)}
         return factors.pop() if len(factors) == 1 else 1.0
@@ -328,10 +330,29 @@ def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) ->
     return (config.rope if rope is None else rope).frequencies(config.rotary_size)
 
 
-def rotary_amplitudes(config: LlamaConfig, ropes: Sequence[RotaryConfig]) -> Float[np.ndarray, " kind"] | None:
-    """The factor of the cosines and sines of each kind of layers; None where it is 1 for all (`score_factor`)."""
-    amplitudes = [math.sqrt(rope.score_factor / config.score_factor) for rope in ropes]
-    return None if set(amplitudes) == {1.0} else np.asarray(amplitudes, np.float32)
+def rotary_angles(config: LlamaConfig, ropes: Sequence[RotaryConfig], positions: Array) -> Float[Array, "... half"]:
+    """The angles of positions in layers of some kinds, of which `rotary` makes what a layer reads."""
+    factors = list[block.QueryFactors]()
+    for rope in ropes:
+        table, count = rope.query_factors(config.max_seq_len)
+        factors.append(((table * (rope.score_factor / config.score_factor)).astype(np.float32), count))
+    plain = all(np.all(table == 1) for table, _ in factors)
+    frequencies = [rotary_frequencies(config, rope) for rope in ropes]
+    return block.rope_angles(positions, frequencies, None if plain else factors)
+
+
+def rotary(
+    config: LlamaConfig, angles: Float[Array, "... half"], apply: block.Elementwise = lambda turn, x: turn(x)
+) -> block.Rotary:
+    """Cosines and sines of `rotary_angles` of one kind or of all, and the factor of queries.
+
+    Args:
+        apply: Applies cosine and sine.
+    """
+    pairs = config.rope.rotated(config.rotary_size) // 2
+    factor = angles[..., pairs:] if angles.shape[-1] > pairs else None
+    angles = angles if factor is None else angles[..., :pairs]
+    return block.Rotary(apply(jnp.cos, angles), apply(jnp.sin, angles), factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

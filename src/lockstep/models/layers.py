@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lockstep.models import block
+from lockstep.models.block import Rotary
 from lockstep.models.config import LlamaConfig
 from lockstep.models.delta_rule import DeltaGates
 from lockstep.models.latent import NORM_EPSILON, Latent, LatentQueries
 from lockstep.models.weights import LayerWeights
 
-type Rotary = tuple[Float[Array, "... half_head"], Float[Array, "... half_head"]]
-"""The cosines and sines of the rotary angles; a row axis may have size 1, and the first ones may be left out."""
 type Attend = Callable[[Array, Array, Array], Array]
 """Takes queries ``[*row, kv_head, group, head]``, keys and values ``[*row, kv_head, head]``; returns for each query the
 values that it attends to, in any shape that is as large."""
@@ -212,14 +211,16 @@ def project(
         q, gate = jnp.split(ops.columns(h, w.gated_q, (kv, group, 2 * head), units=kv * group), 2, axis=-1)
     k = ops.columns(h, w.k, (kv, head), units=kv, bias=w.k_bias)
     v = ops.columns(h, w.v, (kv, head), units=kv, bias=w.v_bias)
-    q, k = ops.norm(q, w.q_norm), ops.norm(k, w.k_norm)
+    late = config.variant.norm_after_rope
+    q, k = (q, k) if late else (ops.norm(q, w.q_norm), ops.norm(k, w.k_norm))
     q, k = ops.norm(q, w.q_wide_norm, wide=True), ops.norm(k, w.k_wide_norm, wide=True)
     q, k = (block.unit_norm(x, config.variant.unit_qk_norm) for x in (q, k))
     if config.variant.interleaved_rope:
         q, k = (block.even_first(x, config.rope.rotated(head)) for x in (q, k))
-    q = block.rotate(q, *(x[..., None, None, :] for x in rotary), fix=ops.fix)
-    k = block.rotate(k, *(x[..., None, :] for x in rotary), fix=ops.fix)
+    q = block.rotate(q, *(x[..., None, None, :] for x in rotary.of_queries), fix=ops.fix)
+    k = block.rotate(k, *(x[..., None, :] for x in rotary[:2]), fix=ops.fix)
     q, k = ops.fix((q, k))
+    q, k = (ops.norm(q, w.q_norm), ops.norm(k, w.k_norm)) if late else (q, k)
     q = ops.shard(block.scale_queries(q, config.attention_scale), "kv_head", "q_heads_per_group", "head_size")
     return q, ops.shard(k, "kv_head", "head_size"), ops.shard(v, "kv_head", "head_size"), gate
 
@@ -284,7 +285,7 @@ def latent_row(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rotary:
     """
     sizes = _sizes(config)
     row = ops.columns(h, w.kv_a, (sizes.size,), units=1)
-    key = _rotate_latent(ops, config, row[..., sizes.kv_lora_rank :], rotary)
+    key = _rotate_latent(ops, config, row[..., sizes.kv_lora_rank :], rotary[:2])
     latent = ops.norm(row[..., : sizes.kv_lora_rank], w.kv_a_norm, epsilon=NORM_EPSILON)
     return jnp.concatenate([latent, key], axis=-1)
 
@@ -302,7 +303,9 @@ def latent_queries(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, rot
         weight = w.q_b
     q = ops.columns(h, weight, (heads, 1, sizes.head_size), units=heads)[..., 0, :]
     plain, rotated = q[..., : sizes.qk_nope_head_dim], q[..., sizes.qk_nope_head_dim :]
-    rotated = _rotate_latent(ops, config, rotated, tuple(angles[..., None, :] for angles in rotary))
+    rotated = _rotate_latent(ops, config, rotated, tuple(x[..., None, :] for x in rotary.of_queries))
+    if rotary.factor is not None:
+        plain = ops.fix((plain * rotary.factor[..., None, :]).astype(plain.dtype))
     return LatentQueries(plain, rotated, config.attention_scale or sizes.head_size**-0.5)
 
 

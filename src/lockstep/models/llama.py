@@ -189,7 +189,7 @@ class LlamaLayer(eqx.Module):
             return answers.array, sums
 
         stream, sums = layer(
-            ops, ops.config, w, x.rearrange(axes).array, ops.rotary(angles, layer_kind),
+            ops, ops.config, w, x.rearrange(axes).array, ops.rotary(angles),
             functools.partial(attention.attend, ops, segment_ids, layer_kind),
             lambda h: feed_forward(ops, ops.config, w, h, experts),
         )  # fmt: skip

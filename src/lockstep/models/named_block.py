@@ -9,7 +9,8 @@ from jaxtyping import Array
 
 from lockstep.models import block
 from lockstep.models.attention import SplitPositions
-from lockstep.models.config import LlamaConfig, distinct, layer_kinds, rotary_frequencies
+from lockstep.models.config import LlamaConfig, distinct, layer_kinds
+from lockstep.models.config import rotary_angles as angles_of
 from lockstep.models.weight_sizes import sizes_of
 from lockstep.models.weights import WEIGHT_AXES, haliax_axes
 from lockstep.placement import PARAMETER_AXES, PP, compute_axes
@@ -77,7 +78,7 @@ def rotary_angles(config: LlamaConfig, positions: NamedArray) -> NamedArray:
         with ``layer_kind`` before all: one entry for each of their distinct kinds.
     """
     kinds, _ = distinct(layer_kinds(config))
-    angles = block.rope_angles(positions.array, [rotary_frequencies(config, kind.rope) for kind in kinds])
+    angles = angles_of(config, [kind.rope for kind in kinds], positions.array)
     return hax.named(angles, (*(["layer_kind"] if len(kinds) > 1 else []), *positions.axes, "half_head"))
 
 

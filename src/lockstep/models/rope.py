@@ -72,6 +72,8 @@ class YarnScaling:
     """The context length in tokens before it was extended."""
     attention_factor: float | None = None
     """The factor of rotated queries, and of rotated keys. Null for ``0.1 ln(factor) + 1`` (the paper's equation 22)."""
+    llama_4_scaling_beta: float | None = None
+    """Beta of the factor of queries that grows with their position (Ministral 3), see `query_factor`. Null for 1."""
 
     def __post_init__(self) -> None:
         check_fields(self, "rope.yarn.")
@@ -86,6 +88,11 @@ class YarnScaling:
             raise ConfigError(
                 f"rope.yarn.attention_factor is {self.attention_factor}; it must be finite and more than 0. Use null "
                 "for the paper's."
+            )
+        if self.llama_4_scaling_beta is not None and not 0 < self.llama_4_scaling_beta < math.inf:
+            raise ConfigError(
+                f"rope.yarn.llama_4_scaling_beta is {self.llama_4_scaling_beta}; it must be finite and more than 0. "
+                "Ministral 3 uses 0.1; use null for none."
             )
 
     @property
@@ -170,6 +177,14 @@ class RotaryConfig:
         """The factor of attention scores that comes with the scaling."""
         return 1.0 if self.yarn is None else self.yarn.amplitude**2
 
+    def query_factors(self, positions: int) -> tuple[Float[np.ndarray, " entry"], int]:
+        """The factors of queries by their position, and the number of positions that each of them has."""
+        yarn = self.yarn
+        if yarn is None or yarn.llama_4_scaling_beta is None:
+            return np.ones(1), positions
+        context = yarn.original_max_position_embeddings
+        return query_factor(np.arange(0, positions, context) // context, yarn.llama_4_scaling_beta), context
+
     def rotated(self, head_size: int) -> int:
         """The number of elements of a head that are rotated, in pairs."""
         return int(head_size * self.partial_rotary_factor)
@@ -193,6 +208,14 @@ class RotaryConfig:
         smooth = context / wavelengths - scaling.low_freq_factor
         smooth = np.clip(smooth / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
         return ((1 - smooth) * frequencies / scaling.factor + smooth * frequencies).astype(np.float32)
+
+
+def query_factor(contexts: Any, beta: Any, log: Any = np.log) -> Any:
+    """The factor of a query that comes after so many original contexts: ``1 + beta ln(1 + contexts)``.
+
+    Source: ``transformers/models/ministral3/modeling_ministral3.py``, ``get_llama_4_attn_scale``.
+    """
+    return 1 + beta * log(1 + contexts)
 
 
 def rope_from_hf(hf: Mapping[str, Any]) -> RotaryConfig:

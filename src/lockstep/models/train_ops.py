@@ -5,14 +5,13 @@ from typing import Any, Self
 
 import haliax as hax
 import jax
-import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Float
 
 from lockstep.models import block
-from lockstep.models.config import LlamaConfig, distinct, layer_kinds, rotary_amplitudes
+from lockstep.models.config import LlamaConfig, rotary
 from lockstep.models.latent import LatentQueries, expanded
-from lockstep.models.layers import Attend, Ops, Rotary
+from lockstep.models.layers import Attend, Ops
 from lockstep.models.low_rank import AdaptedWeight, Weight, linear
 from lockstep.models.weights import LayerWeights
 
@@ -34,18 +33,12 @@ class Train(Ops):
         Position = x.resolve_axis("position")
         return cls(config, (*(axis for axis in x.axes if axis.name not in ("position", "embed")), Position))
 
-    def rotary(self, angles: NamedArray, layer_kind: NamedArray | None) -> Rotary:
+    def rotary(self, angles: NamedArray) -> block.Rotary:
         """Cosines and sines of angles ``[half_head]`` with some of the axes of the rows, of one kind of layers."""
         own = [axis for axis in self.rows if axis in angles.axes]
         array = angles.rearrange((*own, "half_head")).array
         array = array.reshape([axis.size if axis in own else 1 for axis in self.rows] + [-1])
-        cos, sin = jnp.cos(array), jnp.sin(array)
-        kinds, _ = distinct(layer_kinds(self.config))
-        amplitudes = rotary_amplitudes(self.config, [kind.rope for kind in kinds])
-        if amplitudes is None or layer_kind is None:
-            return cos, sin
-        amplitude = jnp.asarray(amplitudes)[layer_kind.array]
-        return cos * amplitude, sin * amplitude
+        return rotary(self.config, array)
 
     @property
     def epsilon(self) -> float:

@@ -40,6 +40,8 @@ class Variant:
     """Whether RMSNorm multiplies by 1 + weight, in float32 (Gemma)."""
     wide_qk_norm: bool = False
     """Whether ``qk_norm`` is over all heads together (OLMo 2), not over each head."""
+    norm_after_rope: bool = False
+    """Whether the norm of ``qk_norm`` over each head comes after the rotary embeddings (Hunyuan), not before them."""
     embed_norm: bool = False
     """Whether an RMSNorm comes after the embedding."""
     embed_scale: float | Literal["sqrt_hidden_dim"] | None = None
@@ -99,6 +101,11 @@ class Variant:
             raise ConfigError(
                 "variant.pre_norm and variant.post_norm are both false; attention and MLP need a norm before or after "
                 "them. Set one of them to true."
+            )
+        if self.wide_qk_norm and self.norm_after_rope:
+            raise ConfigError(
+                "variant.wide_qk_norm and variant.norm_after_rope are both true; only norms over each head come after "
+                "the rotary embeddings. Set one of them to false."
             )
         self._check_layer_types()
 

@@ -27,6 +27,10 @@ def test_rotation_turns_each_pair_by_its_angle() -> None:
     got = np.asarray(block.rotate(jnp.asarray(x, jnp.float32), jnp.cos(angles), jnp.sin(angles)))
     np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], axis=1), atol=1e-5)
     assert block.rope_angles(jnp.arange(5), [np.ones(3), np.ones(3)]).shape == (2, 5, 3)
+    factors = np.array([1, 2, 4], np.float32), 2
+    assert block.rope_angles(jnp.arange(5), [np.ones(3)], [factors])[:, 3].tolist() == [1, 1, 2, 2, 4]
+    queries = block.Rotary(jnp.ones((5, 3)), jnp.zeros((5, 3)), jnp.full((5, 1), 2.0)).of_queries
+    assert [float(part[0, 0]) for part in queries] == [2, 0]
 
 
 def test_a_gated_norm_is_times_a_gate_of_low_rank() -> None:

@@ -26,7 +26,7 @@ from lockstep.models import (
 )
 from lockstep.models.config import rotary_frequencies
 from lockstep.models.families.qwen3_next import Qwen3NextConfig
-from lockstep.models.rope import Llama3Scaling, RotaryConfig
+from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.placement import place
 from tests.tiny import numpy_weights, placed_weights
 from tests.unit.engine.models import FAMILIES, SIZES, mesh_of, model_on
@@ -55,6 +55,7 @@ def numpy_forward(ids, weights=HOST, config=CONFIG, **what):
     windows = np.broadcast_to(what.get("window", length), config.num_layers)
     scales = np.broadcast_to(what.get("scale", config.head_size**-0.5), config.num_layers)
     distance = np.arange(length)[:, None] - np.arange(length)
+    growth = np.broadcast_to(what.get("growth", 1.0), length)[:, None]
 
     def norm(x, weight):
         return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * (weight + plus)
@@ -85,7 +86,7 @@ def numpy_forward(ids, weights=HOST, config=CONFIG, **what):
         group = config.q_heads_per_group
         kv_of = [n % config.num_kv_heads if what.get("interleaved_heads") else n // group for n in range(q.shape[2])]
         q, k, v = rotate(q), rotate(k)[:, :, kv_of], v[:, :, kv_of]
-        scores = np.einsum("btnh,bsnh->bnts", q, k) * scales[i]
+        scores = np.einsum("btnh,bsnh->bnts", q, k) * scales[i] * growth
         scores = np.where(seen, cap(scores, what.get("score_cap")), -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         out = np.einsum("bnts,bsnh->btnh", scores / scores.sum(-1, keepdims=True), v).reshape(*x.shape[:2], -1)
@@ -333,6 +334,19 @@ def test_yarn_in_layers_without_a_window_alone_is_named(compiled, full, sliding,
         return
     with pytest.raises(ReaderMismatchError, match=text):
         check_reader(placed(config=config), forward, length=LENGTH)
+
+
+@pytest.mark.slow  # in make test: test_layers
+def test_a_factor_of_later_queries_is_computed(compiled):
+    """As in Ministral 3."""
+    yarn = YarnScaling(original_max_position_embeddings=16, attention_factor=1.0, llama_4_scaling_beta=0.5)
+    config = dataclasses.replace(CONFIG, rope=RotaryConfig(yarn=yarn))
+    growth = 1 + 0.5 * np.log(1 + np.arange(LENGTH) // 16)
+
+    def forward(ids):
+        return numpy_forward(np.asarray(ids), frequencies=rotary_frequencies(config), growth=growth)
+
+    assert check_reader(placed(config=config), forward, length=LENGTH).gap < 2e-5
 
 
 @pytest.mark.slow

@@ -10,17 +10,28 @@ import numpy as np
 import pytest
 
 from lockstep.engine.decoder.ops import Exact, Sharded
-from lockstep.models import LayerWeights, Variant, block, layer_kinds, read_decoder, rotary_frequencies
+from lockstep.models import (
+    LayerWeights,
+    RotaryConfig,
+    Variant,
+    YarnScaling,
+    layer_kinds,
+    read_decoder,
+    rotary,
+    rotary_angles,
+)
 from lockstep.models.adjustable import Searched, settings_of
 from lockstep.models.layers import feed_forward, layer
 from lockstep.models.train_ops import Train
 from lockstep.placement import make_decode_mesh
 from tests.unit.engine.models import FAMILIES, LLAMA, mesh_of, model_on
 
+GROWING = RotaryConfig(yarn=YarnScaling(original_max_position_embeddings=2, llama_4_scaling_beta=0.5))
 SNOWBALL = Variant(gated_norm_rank=4, unit_qk_norm=1e-6, exclusive_attention=True, head_gates=True)
 CONFIGS = {name: FAMILIES[name] for name in ("llama", "qwen2", "gemma", "olmo", "apertus", "sinks", "cohere")} | {
     "snowball": dataclasses.replace(LLAMA, variant=SNOWBALL),
-    "latent": dataclasses.replace(FAMILIES["latent"], experts=None, layer_norm_epsilon=0.1),
+    "latent": dataclasses.replace(FAMILIES["latent"], experts=None, layer_norm_epsilon=0.1, rope=GROWING),
+    "ministral": dataclasses.replace(LLAMA, rope=GROWING),
 }
 ROWS = (hax.Axis("batch", 2), hax.Axis("position", 6))
 
@@ -45,13 +56,13 @@ def test_all_operations_compute_the_same_layer(name: str) -> None:
     parts = {**vars(stacked), **vars(stacked.attention), **vars(stacked.mlp)}
     named = {key: leaf["layer", 0] for key, leaf in parts.items() if isinstance(leaf, hax.NamedArray)}
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, config.hidden_dim)), jnp.float32)
-    angles = block.rope_angles(jnp.arange(6), [rotary_frequencies(config, layer_kinds(config)[0].rope)])
+    turns = rotary(config, rotary_angles(config, [layer_kinds(config)[0].rope], jnp.arange(6)))
 
     def run(ops: Any, w: Any) -> jax.Array:
         def mlp(h: jax.Array) -> Any:
             return feed_forward(ops, config, w, h, lambda h: pytest.fail("there are no experts"))
 
-        stream, chosen = layer(ops, config, w, x, (jnp.cos(angles), jnp.sin(angles)), attend, mlp)
+        stream, chosen = layer(ops, config, w, x, turns, attend, mlp)
         assert chosen is None and stream.shape == x.shape
         return stream
 

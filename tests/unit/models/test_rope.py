@@ -87,6 +87,15 @@ def test_yarn_is_that_of_transformers(yarn: YarnScaling) -> None:
     assert rope_from_hf({"rope_theta": 150000.0, "rope_scaling": written}) == rope
 
 
+def test_the_factor_of_queries_grows_with_every_original_context() -> None:
+    yarn = YarnScaling(original_max_position_embeddings=16, llama_4_scaling_beta=0.1)
+    table, count = RotaryConfig(yarn=yarn).query_factors(40)
+    assert count == 16
+    np.testing.assert_allclose(table, 1 + 0.1 * np.log([1, 2, 3]))
+    table, count = RotaryConfig().query_factors(40)
+    assert (table.tolist(), count) == ([1.0], 40)
+
+
 def test_yarn_that_cannot_be_computed_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rope\.yarn\.beta_slow is 32\.0 and rope\.yarn\.beta_fast is 32\.0"):
         YarnScaling(beta_slow=32.0)
@@ -100,6 +109,8 @@ def test_yarn_that_cannot_be_computed_is_refused() -> None:
         RotaryConfig(yarn=YarnScaling(), partial_rotary_factor=0.5)
     with pytest.raises(ConfigError, match=r"rope\.yarn\.attention_factor is 0\.0; it must be finite and more than 0"):
         YarnScaling(attention_factor=0.0)
+    with pytest.raises(ConfigError, match=r"rope\.yarn\.llama_4_scaling_beta is 0\.0; it must be finite and more than"):
+        YarnScaling(llama_4_scaling_beta=0.0)
 
 
 def test_yarn_has_the_attention_factor_of_the_file() -> None:

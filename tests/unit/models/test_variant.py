@@ -25,6 +25,19 @@ def test_layer_types_that_cannot_work(fields: dict[str, Any], text: str) -> None
         LlamaConfig(**SMALL, variant=Variant(**fields))
 
 
+@pytest.mark.parametrize(
+    ("qk_norm", "fields", "text"),
+    [
+        (False, ["wide_qk_norm"], r"variant\.wide_qk_norm is true, qk_norm is false: there is no norm"),
+        (False, ["norm_after_rope"], r"variant\.norm_after_rope is true, qk_norm is false: there is no norm"),
+        (True, ["wide_qk_norm", "norm_after_rope"], r"both true; only norms over each head come after the rotary"),
+    ],
+)
+def test_norms_of_queries_that_cannot_work(qk_norm: bool, fields: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LlamaConfig(**SMALL, qk_norm=qk_norm, variant=Variant(**dict.fromkeys(fields, True)))
+
+
 def test_the_norms_of_a_layer() -> None:
     before, after = {"attn_norm", "mlp_norm"}, {"attn_post_norm", "mlp_post_norm"}
     assert Variant().norms == before

@@ -28,13 +28,13 @@ from lockstep.models import (
     layer_kinds,
     packed_experts,
     repeated_runs,
-    rotary_amplitudes,
-    rotary_frequencies,
+    rotary,
+    rotary_angles,
 )
 from lockstep.models.attention import Heads, ScoreModifier
 from lockstep.models.attention.kv import KvSpec, PagedKv
 from lockstep.models.delta_rule import DeltaGates
-from lockstep.models.layers import Rotary, feed_forward, first_stream, gated_norm, kept, last_stream, layer
+from lockstep.models.layers import feed_forward, first_stream, gated_norm, kept, last_stream, layer
 from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
 from lockstep.placement.device import elementwise, product
 
@@ -234,9 +234,9 @@ class Transformer:
                 own = None if replayed is None else replayed[:, :, index].reshape(valid.size, -1)
                 return self._mlp_of_layer(weights, w, index, valid, h, own)
 
-            rotary = self._of_layer(angles, index)
+            rotation = self._of_layer(angles, index)
             mix = recur_and_write if kind == "linear" else attend_and_write
-            x, experts = layer(self._ops, self.config, w, x, rotary, mix, mlp)
+            x, experts = layer(self._ops, self.config, w, x, rotation, mix, mlp)
             if routed is not None and experts is not None:
                 routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
             return x, cache if past.after is None else past.after(cache, index, x), routed
@@ -321,27 +321,21 @@ class Transformer:
         layouts = [layout for name in EXPERTS if (layout := getattr(self.layouts.layers, name)) is not None]
         return bool(layouts) and all(layout == layout.decode for layout in layouts)
 
-    def _rope_angles(self, x: Array, sequences: Sequences) -> Rotary:
+    def _rope_angles(self, x: Array, sequences: Sequences) -> block.Rotary:
         start, _, position = sequences
         positions = start[:, None] + jnp.arange(x.shape[1]) if position is None else position
         ropes, _ = distinct(kind.rope for kind in layer_kinds(self.config))
-        angles = block.rope_angles(positions, [rotary_frequencies(self.config, rope) for rope in ropes])
-        functions = (jnp.cos, jnp.sin)
-        cos, sin = (elementwise(turn, angles) if self.config.exact else turn(angles) for turn in functions)
-        if (amplitudes := rotary_amplitudes(self.config, ropes)) is None:
-            return cos, sin
-        amplitudes = amplitudes.reshape(-1, *(1,) * (cos.ndim - 1))
-        return cos * amplitudes, sin * amplitudes
+        angles = rotary_angles(self.config, ropes, positions)
+        apply = elementwise if self.config.exact else (lambda turn, x: turn(x))
+        return rotary(self.config, angles, apply)
 
-    def _of_layer(self, angles: Rotary, index: Array) -> Rotary:
+    def _of_layer(self, angles: block.Rotary, index: Array) -> block.Rotary:
         """Return the angles of one layer."""
         ropes, indices = distinct(kind.rope for kind in layer_kinds(self.config))
         if len(ropes) == 1:
             return angles
-        cos, sin = (
-            jax.lax.dynamic_index_in_dim(angle, jnp.asarray(indices)[index], keepdims=False) for angle in angles
-        )
-        return cos, sin
+        kind = jnp.asarray(indices)[index]
+        return jax.tree.map(lambda angle: jax.lax.dynamic_index_in_dim(angle, kind, keepdims=False), angles)
 
     def _mlp_of_layer(
         self, weights: LayerWeights, w: LayerWeights, index: Array, valid: Array, h: Array, replayed: Array | None

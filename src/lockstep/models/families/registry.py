@@ -26,10 +26,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
 """The families by their entry of ``architectures`` in ``config.json``."""
 
 NOT_COMPUTED: Final[Mapping[str, str]] = {
+    "ApertusForCausalLM": "activations whose settings are stored as single numbers",
+    "ArceeForCausalLM": "MLPs without a gate",
     "DeepseekV32ForCausalLM": "attention to positions that an indexer chooses",
     "Gemma4ForConditionalGeneration": "heads of another size in layers without a window",
     "GraniteMoeHybridForCausalLM": "layers of Mamba 2",
-    "ministral3": "a factor of queries that grows with the position",
+    "mistral4": "a latent whose later queries have a factor",
 }
 """The parts of well-known architectures, and of a ``model_type``, that lockstep does not compute."""
 
@@ -73,7 +75,8 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
         ConfigError: There is no ``text_config``, or the two contradict each other.
     """
     names, kind = hf.get("architectures") or [], hf.get("model_type")
-    for family in FAMILIES.values():
+    inside = (hf.get("text_config") or {}).get("model_type")
+    for family in sorted(FAMILIES.values(), key=lambda family: family.model_type != inside):
         whole, whole_kind = family.with_images or ("", "")
         if names not in ([whole], [family.architecture]):
             continue

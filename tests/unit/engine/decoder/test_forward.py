@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.models import Experts, LlamaConfig, LoraConfig, Variant, merge_lora, read_decoder
 from lockstep.models.families.exaone4 import Exaone4Variant
 from lockstep.models.families.glm4_moe import Glm4MoeConfig
-from lockstep.models.rope import RotaryConfig
+from lockstep.models.rope import RotaryConfig, YarnScaling
 from lockstep.placement import place
 from lockstep.training.objectives.logprobs import token_logprobs
 from lockstep.types import Drafts
@@ -67,6 +67,10 @@ MODELS = {name: FAMILIES[name] for name in EXACT} | {
         rope=RotaryConfig(theta=100.0, partial_rotary_factor=0.5),
         experts=dataclasses.replace(FAMILIES["latent"].experts, groups=1, groups_per_tok=1, routed_scaling_factor=2.5),
     ),
+    "ministral": dataclasses.replace(
+        LLAMA, rope=RotaryConfig(yarn=YarnScaling(original_max_position_embeddings=8, llama_4_scaling_beta=0.5))
+    ),
+    "hunyuan": dataclasses.replace(LLAMA, qk_norm=True, variant=Variant(norm_after_rope=True)),
     "granite": dataclasses.replace(
         LLAMA, variant=Variant(embed_scale=3.0, attention_scale=0.3, residual_scale=0.7, logit_scale=0.6)
     ),

@@ -24,11 +24,11 @@ from tests.numpy_forward import Tensors, forward, logits_of, read_tensors
 from tests.unit.engine.models import mesh_of
 
 GOLDEN = Path(__file__).parents[3] / "golden"
-BIASED = ["deepseek_v3", "deepseek_v3_lite", "glm4_moe", "glm4_moe_lite"]
+BIASED = ["deepseek_v3", "deepseek_v3_lite", "glm4_moe", "glm4_moe_lite", "minimax_m2"]
 QWEN = ["qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"]
-EXPERTS = [*BIASED, *QWEN, "deepseek_v2", "deepseek_v2_lite", "gpt_oss", "mixtral"]
+EXPERTS = [*BIASED, *QWEN, "deepseek_v2", "deepseek_v2_lite", "gpt_oss", "hunyuan_v1_moe", "mixtral", "olmoe"]
 FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "olmo3", "phi3", "qwen3_5"]
-FAMILIES += ["ernie4_5", "exaone4", "gemma", "granite", "seed_oss", "smollm3"]
+FAMILIES += ["ernie4_5", "exaone4", "gemma", "granite", "hunyuan_v1_dense", "ministral3", "seed_oss", "smollm3"]
 LLAMAS = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
 """Families whose layers tests/unit/engine has in every layout."""
 UNLIKE = ("deepseek_v3", "gpt_oss", "qwen3_next")

@@ -44,8 +44,13 @@ from lockstep.models.families.glm4 import Glm4Config
 from lockstep.models.families.glm4_moe import Glm4MoeConfig
 from lockstep.models.families.glm4_moe_lite import Glm4MoeLiteConfig
 from lockstep.models.families.granite import GraniteConfig
+from lockstep.models.families.hunyuan_v1_dense import HunyuanConfig
+from lockstep.models.families.hunyuan_v1_moe import HunyuanMoeConfig
+from lockstep.models.families.minimax_m2 import MiniMaxM2Config
+from lockstep.models.families.ministral3 import Ministral3Config
 from lockstep.models.families.olmo2 import Olmo2Config
 from lockstep.models.families.olmo3 import Olmo3Config, Olmo3Variant
+from lockstep.models.families.olmoe import OlmoeConfig
 from lockstep.models.families.phi3 import Phi3Config
 from lockstep.models.families.qwen3_5 import Qwen35Config, Qwen35Variant
 from lockstep.models.families.qwen3_5_moe import Qwen35MoeConfig
@@ -211,6 +216,40 @@ FAMILIES = {
         rope=RotaryConfig(theta=300.0),
         variant=Variant(embed_scale=3.0, attention_scale=0.3, residual_scale=0.7, logit_scale=1 / 1.7),
     ),
+    "hunyuan_v1_dense": HunyuanConfig(
+        **ODD, head_dim=10, layer_norm_epsilon=1e-5, rope=RotaryConfig(theta=100.0 * 20.0 ** (10 / 8))
+    ),
+    "hunyuan_v1_moe": HunyuanMoeConfig(
+        **{**ODD, "intermediate_dim": 22},
+        head_dim=10,
+        rope=RotaryConfig(theta=100.0 * 20.0 ** (10 / 8)),
+        experts=Experts(num_experts=5, num_experts_per_tok=3, shared_intermediate_dim=22, load_balancing_coef=0.0),
+    ),
+    "minimax_m2": MiniMaxM2Config(
+        **{**ODD, "intermediate_dim": 22},
+        head_dim=12,
+        rope=RotaryConfig(theta=300.0, partial_rotary_factor=0.5),
+        experts=Experts(num_experts=5, num_experts_per_tok=3, scoring="biased_sigmoid", load_balancing_coef=0.0),
+    ),
+    "ministral3": Ministral3Config(
+        **ODD,
+        head_dim=10,
+        rope=RotaryConfig(
+            theta=200.0,
+            yarn=YarnScaling(
+                factor=4.0,
+                beta_fast=2.0,
+                original_max_position_embeddings=8,
+                attention_factor=1.0,
+                llama_4_scaling_beta=0.3,
+            ),
+        ),
+    ),
+    "olmoe": OlmoeConfig(
+        **{**ODD, "hidden_dim": 48, "intermediate_dim": 22},
+        rope=RotaryConfig(theta=300.0),
+        experts=Experts(num_experts=5, num_experts_per_tok=3, norm_topk_prob=False, load_balancing_coef=0.01),
+    ),
     "seed_oss": SeedOssConfig(**ODD, head_dim=10, rope=RotaryConfig(theta=300.0), variant=Variant(o_bias=True)),
     "smollm3": SmolLm3Config(
         **{**ODD, "hidden_dim": 48, "num_layers": 5},
@@ -310,7 +349,7 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
     skip = {"_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
     skip |= {
         "qwen2": {"head_dim"},
-        **dict.fromkeys(("exaone4", "granite", "olmo2", "smollm3"), {"head_dim"}),
+        **dict.fromkeys(("exaone4", "granite", "olmo2", "olmoe", "smollm3"), {"head_dim"}),
         "olmo3": {"head_dim", "rope_parameters"},  # those of either kind of layer are of transformers 5.24
         "gemma2": {"use_bidirectional_attention"},  # null or false
         **dict.fromkeys(("gemma3", "cohere2"), {"sliding_window_pattern"}),  # of transformers 4
@@ -329,6 +368,10 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         # Defaults of transformers are written too; it has no use for the last.
         "deepseek_v2": {"rope_parameters", "rope_scaling", *OF_LATER},
         "deepseek_v2_lite": {"n_group", "topk_group", *OF_LATER},
+        "ministral3": {"rope_parameters"},
+        "hunyuan_v1_dense": {"rope_parameters"},  # the same base without alpha
+        "hunyuan_v1_moe": {"rope_parameters", "output_router_logits"},  # likewise, and of transformers 5.24
+        "minimax_m2": {"partial_rotary_factor", "rotary_dim"},  # the same in rope_parameters
         **dict.fromkeys(("deepseek_v3", "deepseek_v3_lite"), {"rope_parameters", "pretraining_tp", "rope_scaling"}),
     }.get(family, set())
     assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= skip
@@ -342,7 +385,7 @@ def seeing(family: str, **whole: Any) -> dict[str, Any]:
     return {"architectures": [with_images[0]], "model_type": with_images[1], "text_config": text, **whole}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "ministral3", "mistral", "qwen3_5", "qwen3_5_moe"])
 def test_the_language_model_of_one_that_reads_images_is_read(family: str) -> None:
     whole = seeing(family)
     assert config_from_hf(whole) == config_from_hf({**whole, "model_type": None}) == FAMILIES[family]
@@ -733,7 +776,8 @@ PUBLISHED = {
     [("c4ai-command-r7b-12-2024", 8.0), ("c4ai-command-a-03-2025", 111.1), ("GLM-4-9B-0414", 9.4), ("GLM-4.5", 352.8),
      ("GLM-4.5-Air", 106.9), ("Qwen3.5-27B", 26.9), ("Qwen3.5-35B-A3B", 34.66), ("Qwen3.5-397B-A17B", 396.3),
      ("Qwen3-Next-80B-A3B-Instruct", 79.7), ("DeepSeek-V3", 671.03), ("DeepSeek-V2", 235.74),
-     ("DeepSeek-V2-Lite", 15.71)],
+     ("DeepSeek-V2-Lite", 15.71), ("Ministral-3-3B-Instruct-2512", 3.43), ("Ministral-3-8B-Base-2512", 8.49),
+     ("Ministral-3-14B-Instruct-2512", 13.51), ("OLMoE-1B-7B-0924-Instruct", 6.92), ("MiniMax-M2", 228.69)],
 )  # fmt: skip
 def test_a_preset_has_the_parameters_of_its_checkpoint(name: str, billions: float) -> None:
     preset = find_preset(name)
@@ -813,14 +857,15 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, r"\['LlamaForSequenceClassification'\]"),
         ({"architectures": ["MistralForCausalLM"]}, r"\['MistralForCausalLM'\] and model_type 'llama', .*contradict"),
         ({"transformers_weights": "other.safetensors"}, r"transformers_weights 'other\.safetensors', the file"),
+        ({"architectures": ["ArceeForCausalLM"], "model_type": "arcee"}, r"'arcee'\), which needs MLPs without a gate"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, r"DeepseekV32.*needs attention to positions that an indexer"),
         (
             {
                 "architectures": ["Mistral3ForConditionalGeneration"],
                 "model_type": "mistral3",
-                "text_config": {"model_type": "ministral3"},
+                "text_config": {"model_type": "mistral4"},
             },
-            r"model_type 'ministral3'\), which needs a factor of queries that grows with the position; lockstep",
+            r"model_type 'mistral4'\), which needs a latent whose later queries have a factor; lockstep",
         ),
         ({**SEES, "model_type": "llama"}, r"\['Qwen3_5ForConditionalGeneration'\] \(model_type 'llama'\)"),
         (SEES, r"has no text_config; lockstep needs it"),
@@ -900,6 +945,13 @@ def test_what_is_not_deepseek_v2_is_refused_by_name(change: dict[str, Any], text
             {"use_sliding_window": True},
             r"use_sliding_window: true; lockstep computes SmolLM3 without windows",
         ),
+        (
+            "ministral3",
+            {"rope_parameters": YARN},
+            r"settings .*'yarn', .* YaRN and llama_4_scaling_beta",
+        ),
+        ("hunyuan_v1_moe", {"moe_topk": [3, 2, 3]}, r"'moe_topk': \[3, 2, 3\].*; lockstep computes the same number of"),
+        ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv 8\.0; lockstep computes OLMoE without a limit"),
         ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1]}, r"no_rope_layers \[1, 0, 0, 1, 1\]; .* every n-th layer"),
     ],
 )
@@ -918,6 +970,13 @@ def test_a_family_is_read_with_the_defaults_of_transformers() -> None:
     everywhere = config_from_hf(hf("smollm3", no_rope_layers=[1] * 5))
     assert everywhere.variant.no_rope_every is None
     assert config_from_hf(config_to_hf(everywhere, 118)) == everywhere
+    assert config_from_hf(hf("ministral3", rope_parameters=None)).rope == Ministral3Config().rope
+    for_layers = hf("hunyuan_v1_moe", moe_topk=[3] * 3, num_experts=[5] * 3)  # as in A13B
+    assert config_from_hf(for_layers) == FAMILIES["hunyuan_v1_moe"]
+    published = hf("minimax_m2", rope_theta=300.0, rotary_dim=6)
+    assert config_from_hf({**published, "rope_parameters": None}) == FAMILIES["minimax_m2"]
+    constant = config_from_hf(hf("ministral3", rope_parameters={**YARN, "llama_4_scaling_beta": 0.0}))
+    assert config_from_hf(config_to_hf(constant, 118)) == constant
     whole = config_from_hf(hf("exaone4", sliding_window=None, layer_types=["full_attention"] * 5))  # as in 1.2B
     assert whole.variant.full_rope and [kind.window for kind in layer_kinds(whole)] == [None] * 5
     assert config_from_hf(hf("exaone4", layer_types=None)) == FAMILIES["exaone4"]
