@@ -34,6 +34,8 @@ async def look_up(word: str) -> dict:
     """
     if word == "secret":
         raise ConnectionError(f"no {os.environ['WORDS_KEY']} of https://me:letmein@words.example/api?key=letmein")
+    if word == "quit":
+        raise SystemExit(3)
     if word == "é":
         return {"é": None}
     raise LookupError("no such word")
@@ -91,6 +93,7 @@ def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_las
         ("add", '{"a": 1}', "missing 1 required positional argument: 'b'"),
         ("add", '{"a": 1, "b": null}', "unsupported operand"),
         ("look_up", '{"word": "a"}', "error: LookupError: no such word"),
+        ("look_up", '{"word": "quit"}', "error: SystemExit: 3"),
         ("look_up", '{"word": "secret"}', "error: ConnectionError: no <redacted> of https://words.example/api?…"),
     ):
         (message,) = said(written(name, arguments)).messages
