@@ -105,6 +105,7 @@ ARROWS = (
 """Importer and imported; what follows from two arrows is not drawn. tests/unit/test_layout.py fails on any other."""
 
 NOT_DRAWN = (
+    ("__main__", "main"),
     ("testing", "hosts"),
     ("models", "models.attention"),
     ("models", "text"),

@@ -352,6 +352,17 @@ def is_fault(text: str) -> bool:
     return status in ("", "RESOURCE_EXHAUSTED") and bool(_RUNTIME.fullmatch(name) and _HARDWARE.search(message))
 
 
+def message_of(error: BaseException) -> str:
+    """The text of an error, of a group with its errors; where code of others fails to make it, Python's words."""
+    try:
+        text = str(error)
+    except Exception:
+        return "<exception str() failed>"
+    if isinstance(error, BaseExceptionGroup):
+        text += "".join(f"; {type(inner).__name__}: {message_of(inner)}" for inner in error.exceptions)
+    return text
+
+
 def is_passing(error: BaseException) -> bool:
     """Whether an error is a fault (`is_fault`) by its text, or by the status of the HTTP reply that it comes from.
 
@@ -361,7 +372,9 @@ def is_passing(error: BaseException) -> bool:
         return False
     status: typing.Any = getattr(getattr(error, "response", None), "status_code", None)  # requests, httpx
     status = next((getattr(error, name) for name in ("status", "code") if hasattr(error, name)), status)
-    return is_fault(f"{type(error).__name__}: {error}") or (isinstance(status, int) and status in _HTTP_STATUS)
+    return is_fault(f"{type(error).__name__}: {message_of(error)}") or (
+        isinstance(status, int) and status in _HTTP_STATUS
+    )
 
 
 def is_mistake(name: str) -> bool:

@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import stat
+import traceback
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -24,7 +25,9 @@ def advice_of(error: BaseException) -> str:
     TensorStore and others raise an error of their own with the system's words.
     """
     number = error.errno if isinstance(error, OSError) else None
-    if number in _FULL or os.strerror(errno.ENOSPC) in str(error):
+    if number in _FULL or os.strerror(errno.ENOSPC) in "".join(
+        traceback.format_exception_only(type(error), error)  # str() would run code of the error's own
+    ):
         return "Free space there, or choose another place."
     if isinstance(error, OSError) and number in _FORBIDDEN and error.filename is not None:
         return "Choose a place that this user may read and write."
@@ -97,6 +100,11 @@ def in_place(path: str | os.PathLike[str], flags: int) -> int:
         OSError: It is a link, a pipe or a device.
     """
     return _opened(path, flags, 0o666)
+
+
+def at_once(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file to read it, as the ``opener`` of `open`; a pipe that nobody writes to is not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def private(path: str | os.PathLike[str], flags: int) -> int:

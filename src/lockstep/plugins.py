@@ -1,11 +1,58 @@
 """Classes and functions of a user's own, by ``module:name``."""
 
+import contextlib
 import importlib
+import os
 import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from lockstep.errors import ConfigError
+from lockstep.printable import ERROR_CHARACTERS, error_text, get_logger
+
+log = get_logger(__name__)
+
+_LIBRARIES: Final = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    os.path.dirname(__file__),
+)
+"""Directories of code that is not the user's."""
+
+
+def own_error_text(error: BaseException, length: int = ERROR_CHARACTERS) -> str:
+    """The `error_text` of what a user's own code raised, and the line of that code, where a stack has one."""
+    place = next(_own_places(error), "")
+    return error_text(error, length - len(place)) + place
+
+
+def _own_places(error: BaseException) -> Iterator[str]:
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(("<", *_LIBRARIES)):
+            yield f" ({os.path.basename(frame.filename)}, line {frame.lineno})"
+    for inner in (*getattr(error, "exceptions", ()), error.__cause__):
+        if inner is not None:
+            yield from _own_places(inner)
+
+
+def go_back(directory: str, code: str) -> None:
+    """Return to a working directory that a user's code has left, with a warning: the run's own paths start there.
+
+    Args:
+        code: What may have left it, in the words of the warning.
+    """
+    left = ""
+    with contextlib.suppress(OSError):  # it may have been removed
+        left = os.getcwd()
+    if left != directory:
+        os.chdir(directory)
+        log.warning(
+            "%s changed the working directory of the whole process to %r, and lockstep has changed it back to %r. Use "
+            "absolute paths in it, and cwd= of subprocess, instead of os.chdir",
+            code, left, directory,
+        )  # fmt: skip
 
 
 def load_object(name: str, key: str, kind: type | None = None) -> Any:
@@ -25,16 +72,30 @@ def load_object(name: str, key: str, kind: type | None = None) -> Any:
         raise ConfigError(
             f"{key} is {name!r}; one of your own is module:name, such as my_module:{attribute or 'name'}."
         )
+    path = module_name.strip().removesuffix(".py")
+    dotted = os.path.basename(path) if path.startswith("/") else re.sub("/+", ".", path).strip(".")
+    if (dotted, attribute.strip()) != (module_name, attribute):
+        raise ConfigError(
+            f"{key} is {name!r}; it must be module:name, no path. Write {dotted}:{attribute.strip()}, and put the "
+            "module beside the configuration, or its directory on PYTHONPATH, on every host."
+        )
+    directory = os.getcwd()
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the module's own code
-        stem = module_name.removesuffix(".py")
-        fix = f"Write {stem}:{attribute}" if stem != module_name else "Check the name"
+        loaded = getattr(module, attribute, None)
+    except (Exception, SystemExit) as error:  # importing runs the module's own code
+        text = own_error_text(error)
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{key} {name!r}: module {module_name!r} could not be imported ({text}). Check the name, and put the "
+                "module beside the configuration, or its directory on PYTHONPATH, on every host."
+            ) from error
         raise ConfigError(
-            f"{key} {name!r}: module {module_name!r} could not be imported ({type(error).__name__}: {error}). {fix}, "
-            "and put the module beside the configuration, or its directory on PYTHONPATH, on every host."
+            f"{key} {name!r}: module {module_name!r} was found, but importing it failed with {text}. Correct the "
+            "module, or install what it needs, on every host."
         ) from error
-    loaded = getattr(module, attribute, None)
+    finally:
+        go_back(directory, f"module {module_name!r}")
     if not (callable(loaded) if kind is None else isinstance(loaded, kind)):
         kind_name = "function" if kind is None else kind.__name__
         raise ConfigError(

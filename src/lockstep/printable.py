@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TextIO
 
+from lockstep.errors import message_of
 from lockstep.files import advice_of
 from lockstep.redact import Redactor
 
@@ -112,7 +113,7 @@ _SOURCES: Final = re.compile(r" *\[source locations='[^']*'\]")  # the lines of 
 
 def error_line(error: BaseException, advice: str = "") -> str:
     """The last line of a command that fails, `without_secrets`; advice is a sentence after the error's own."""
-    return f"error: {printable(without_secrets(f'{error}. {advice}' if advice else str(error)))}"
+    return f"error: {printable(without_secrets(message_of(error) + (f'. {advice}' if advice else '')))}"
 
 
 def error_text(error: BaseException, length: int = ERROR_CHARACTERS) -> str:
@@ -121,7 +122,7 @@ def error_text(error: BaseException, length: int = ERROR_CHARACTERS) -> str:
     Args:
         length: Its characters at most.
     """
-    text = without_secrets(f"{type(error).__name__}: {_SOURCES.sub('', str(error))}")
+    text = without_secrets(": ".join(filter(None, (type(error).__name__, _SOURCES.sub("", message_of(error))))))
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
@@ -207,6 +208,8 @@ def _is_path(value: str) -> bool:
 
 
 def _hide_in_record(record: logging.LogRecord) -> bool:
+    if isinstance(record.args, tuple):
+        record.args = tuple(message_of(value) if isinstance(value, BaseException) else value for value in record.args)
     record.msg, record.args = printable(without_secrets(record.getMessage())), None
     if record.exc_info and record.exc_info[1] is not None:
         error = record.exc_info[1]

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import socket
+import stat
 import threading
 import urllib.error
 import urllib.request
@@ -61,7 +62,7 @@ def url_to_fs(url: str | os.PathLike[str]) -> tuple[Any, str]:
     Reads of one that is not of this machine are waited for (`lockstep.storage.RemoteFiles`).
 
     Raises:
-        ConfigError: `check_url` refuses it, or it has the `PLACEHOLDER` of a bucket.
+        ConfigError: `check_url` refuses it, or it has the `PLACEHOLDER` of a bucket, or is a pipe.
         ImportError: The package for its protocol is not installed.
     """
     import fsspec
@@ -75,6 +76,8 @@ def url_to_fs(url: str | os.PathLike[str]) -> tuple[Any, str]:
             "bucket there."
         )
     filesystem, path = fsspec.core.url_to_fs(text)
+    if isinstance(filesystem, LocalFileSystem) and os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
+        raise ConfigError(f"{text!r} is a pipe, and is read more than once: it must be a file. Write a file first.")
     is_own = isinstance(filesystem, LocalFileSystem | MemoryFileSystem)
     return filesystem if is_own else RemoteFiles(filesystem), path
 

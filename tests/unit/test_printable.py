@@ -108,6 +108,18 @@ def test_a_text_has_no_value_of_a_variable_with_the_name_of_a_secret(monkeypatch
     assert error_text(ValueError(shown)) == "ValueError: 401: <redacted> of https://h/a?…"
 
 
+def test_an_error_whose_text_fails_is_logged_all_the_same(caplog):
+    class Untold(Exception):
+        def __str__(self):
+            raise RuntimeError("not even this")
+
+    get_logger("lockstep.of_a_test").warning("failed: %s", Untold(), exc_info=Untold())
+    assert "failed: <exception str() failed>" in caplog.text
+    assert error_text(Untold()) == "Untold: <exception str() failed>" and error_text(KeyboardInterrupt()) == (
+        "KeyboardInterrupt"
+    )
+
+
 def test_an_error_is_cut_after_it_has_lost_its_secrets(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", SECRET)
     for before in range(60):

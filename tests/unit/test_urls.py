@@ -49,6 +49,14 @@ def test_paths_and_the_protocols_of_the_list_pass(url):
     assert check_url(url) == check_url(Path(url) if "://" not in url else url) == url
 
 
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "prompts.jsonl")
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl' is a pipe, .*must be a file"):
+        url_to_fs(tmp_path / "prompts.jsonl")
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl is a pipe or a device: .* Check data\.train_urls"):
+        list_files(str(tmp_path / "*.jsonl"), "data.train_urls")
+
+
 def test_the_bucket_of_a_shipped_configuration_is_named_before_anything_is_asked_of_it():
     with pytest.raises(ConfigError, match=r"'gs://YOUR_BUCKET/x' has YOUR_BUCKET .* Put the name of your bucket there"):
         url_to_fs("gs://YOUR_BUCKET/x")

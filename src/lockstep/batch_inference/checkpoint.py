@@ -56,6 +56,9 @@ class HfCheckpoint:
         return fingerprint(self.path)
 
 
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+
+
 type Checkpoint = HfCheckpoint | SavedModel
 """A model to sample from: a Hugging Face checkpoint, or the model in one that a training run goes on from."""
 
@@ -96,8 +99,8 @@ def checkpoint_at(path: str, key: str = "checkpoint_path", base_model: str | Non
 def _checkpoint_at(path: str, key: str, base_model: str | None) -> Checkpoint:
     if "://" in path:
         return saved_model(path, base_model=base_model) if has_checkpoint(path) else HfCheckpoint(path=path)
-    if any((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return HfCheckpoint(path=path)
+    if any((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json")) or Path(path).is_file():
+        return HfCheckpoint(path=path)  # which says what is wrong with it
     if not Path(path).is_dir():
         raise ConfigError(
             f"{key} is {path!r}, and there is no such directory. Give the run directory of a training run "
@@ -109,6 +112,8 @@ def _checkpoint_at(path: str, key: str, base_model: str | None) -> Checkpoint:
     candidates = _found(Path(path), base_model) or [
         candidate for run in Path(path).iterdir() if run.is_dir() for candidate in _found(run, base_model)
     ]
+    if not candidates and any(file.suffix in _WEIGHTS for file in Path(path).iterdir()):
+        return HfCheckpoint(path=path)
     if not candidates:
         raise ConfigError(
             f"{key} is {path!r}, which has no checkpoint: no config.json of a Hugging Face checkpoint there, "

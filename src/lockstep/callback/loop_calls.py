@@ -81,7 +81,7 @@ def completed_steps(info: Any) -> int:
             "outside jit, grad, scan and the like."
         )
     raise ConfigError(
-        f"a {type(info).__name__} has neither next_step nor step, the number of completed steps. Pass "
+        f"an object of {type(info).__name__} has neither next_step nor step, the number of completed steps. Pass "
         "types.SimpleNamespace(step=step, model=model)."
     )
 
@@ -92,5 +92,6 @@ def sampled_model(info: Any) -> Any:
         if hasattr(info, name):
             return getattr(info, name)
     raise ConfigError(
-        f"a {type(info).__name__} has neither eval_model nor model. Pass types.SimpleNamespace(step=step, model=model)."
+        f"an object of {type(info).__name__} has neither eval_model nor model. Pass "
+        "types.SimpleNamespace(step=step, model=model)."
     )

@@ -1,6 +1,8 @@
 """YAML that somebody else may have written: within limits, each key once, and errors that show no line of it."""
 
 import os
+import select
+import stat
 import typing
 from typing import Any
 
@@ -8,7 +10,11 @@ import yaml
 from draccus.parsers.yaml_loader import SafeLoaderWithInclusion
 
 from lockstep.errors import ConfigError
+from lockstep.files import at_once
 from lockstep.limits import CONFIGURATION_BYTES, CONFIGURATION_VALUES
+
+PIPE_S = 30.0
+"""Seconds in which the first byte of a configuration must come where it is a pipe."""
 
 
 class WrittenInteger(int):
@@ -75,7 +81,11 @@ def load_yaml(text: str) -> Any:
 def read_yaml(path: str, key: str = "config_path") -> tuple[dict[str, Any], str]:
     """Values and text of a file that a key of the command line names."""
     try:
-        with open(os.path.expanduser(path), "rb") as file:
+        with open(os.path.expanduser(path), "rb", opener=at_once) as file:
+            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):  # such as bash's <(…)
+                if not select.select([file], [], [], PIPE_S)[0]:
+                    raise TimeoutError(f"it is a pipe, and nothing was written to it within {PIPE_S:g} s")
+                os.set_blocking(file.fileno(), True)
             text = file.read(CONFIGURATION_BYTES + 1).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(

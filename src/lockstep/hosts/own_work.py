@@ -10,13 +10,13 @@ from typing import Self
 
 import jax
 
-from lockstep.errors import HostTimeoutError, LaunchMismatchError, LockstepError
+from lockstep.errors import HostTimeoutError, LaunchMismatchError, LockstepError, message_of
 from lockstep.printable import get_logger
 
 log = get_logger(__name__)
 
 MSG_LAUNCH_ALONE = (
-    "{program} was launched inside leader-only work. Process 0 does this work alone, so its devices would be a launch "
+    "{program} was launched inside leader-only work. This process does that alone, so its devices would be a launch "
     "ahead of all others and the job would hang or die at the next collective (under a global mesh even jnp.zeros(()) "
     "runs on every device). Use NumPy and values already fetched, or compute it on every process before this scope."
 )
@@ -39,9 +39,9 @@ def leader_only() -> Iterator[None]:
         try:
             yield
         except Exception as error:  # JAX's RuntimeError, or whatever a library in between made of it
-            if "no_execution" not in str(error):
+            if "no_execution" not in message_of(error):
                 raise
-            match = re.search(r"execute function (\S+),", str(error))
+            match = re.search(r"execute function (\S+),", message_of(error))
             program = f"the device program {match[1]!r}" if match else "a device program"
             raise LaunchMismatchError(MSG_LAUNCH_ALONE.format(program=program)) from error
 

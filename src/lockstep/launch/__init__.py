@@ -1,5 +1,7 @@
 """From a laptop to a pod: one command on every process of a job, on every kind of machine. Standard library only."""
 
+from lockstep.launch.job_loop import interrupt as interrupt
+from lockstep.launch.job_loop import signals_to as signals_to
 from lockstep.launch.machines import free_port as free_port
 from lockstep.launch.machines import local_environment as local_environment
 from lockstep.launch.machines import resolve as resolve

@@ -8,6 +8,7 @@ from lockstep.check import KINDS, check_command, print_at_once, print_report, wr
 from lockstep.config_fields import option_path
 from lockstep.errors import ConfigError, check_output
 from lockstep.files import write_file
+from lockstep.launch import interrupt, signals_to
 from lockstep.main.commands import Arguments, seconds
 from lockstep.printable import write_to_stdout
 from lockstep.terminal import Console
@@ -48,14 +49,24 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
         if path is not None:
             check_output(key, path)
     console = console or Console(markup=True)
-    result = check_command(
-        command,
-        processes=options.processes,
-        devices=options.devices_per_process,
-        stall_s=options.stall_s,
-        ignore=options.ignore,
-        on_finding=lambda finding: write_to_stdout(lambda: print_at_once(finding, console)),
-    )
+    numbers: list[int] = []
+
+    def end(number: int) -> None:
+        numbers.append(number)
+        interrupt(number)
+
+    try:
+        with signals_to(end):  # without a handler SIGTERM and SIGHUP would leave the processes running
+            result = check_command(
+                command,
+                processes=options.processes,
+                devices=options.devices_per_process,
+                stall_s=options.stall_s,
+                ignore=options.ignore,
+                on_finding=lambda finding: write_to_stdout(lambda: print_at_once(finding, console)),
+            )
+    except KeyboardInterrupt:
+        return 128 + numbers[0]
     write_to_stdout(lambda: print_report(result, console))
     if options.json is not None:
         write_file(options.json, json.dumps(result.as_json(), indent=1) + "\n")

@@ -1,18 +1,22 @@
 """Metrics: functions of a row and its prompt that give a number; the fields of a configuration that choose them."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from lockstep.config_fields import FilePath
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.limits import PROMPT_LINE_BYTES
-from lockstep.plugins import load_object
-from lockstep.printable import error_text, get_logger
+from lockstep.plugins import go_back, load_object, own_error_text
+from lockstep.printable import get_logger
 from lockstep.report.answers import Pattern, final_text, last_number, same_number
 from lockstep.report.rows import COLUMNS, FILE_COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
 from lockstep.text import Prompt, PromptFields, PromptFormat, iter_prompts, split_answer
@@ -234,7 +238,7 @@ def as_number(value: Any) -> float:
         TypeError: It is no number.
         ValueError: It is not finite.
     """
-    if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
+    if not isinstance(value, str | bytes) and hasattr(value, "__float__") and not np.iscomplexobj(value):
         with contextlib.suppress(TypeError):  # an array of several numbers
             if math.isfinite(number := float(value)):
                 return number
@@ -257,19 +261,20 @@ def measure[R: AnyRow](
         The rows with their values added, None where there is none; and for each metric that failed, on how many rows,
         and how on the first of them.
     """
-    measured, errors = [], dict[str, list[str]]()
+    measured, errors, directory = [], dict[str, list[str]](), os.getcwd()
     for row, prompt in zip(rows, prompts, strict=True):
         values = dict(row.metrics)
         for column, metric in metrics.items():
             try:
                 with guard():
-                    value = metric(row, prompt)
+                    value = metric(*copy.deepcopy((row, prompt)))  # what it changes in them is nobody else's
                 values[column] = None if value is None else as_number(value)
             except (Exception, SystemExit) as error:  # a metric is the user's own code
                 values[column] = None
                 where = f"prompt {row.prompt_id}, generation {row.generation_id}"
-                errors.setdefault(column, []).append(f"{where}: {error_text(error)}")
+                errors.setdefault(column, []).append(f"{where}: {own_error_text(error)}")
         measured.append(dataclasses.replace(row, metrics=values))
+    go_back(directory, "a metric")
     failures = [
         f"metric {column!r} failed on {len(texts)} of {len(rows)} rows, which have no value; first on {texts[0]}"
         for column, texts in errors.items()

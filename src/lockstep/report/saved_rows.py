@@ -79,6 +79,8 @@ def find_run(place: str | os.PathLike[str]) -> RunFiles:
             f"{text} does not exist. Name the directory of a run (trainer.log_dir/trainer.run_id, such as "
             f"runs/my-run) or a file of its rows.{_nearby(path.parent)}"
         )
+    if not path.is_file():
+        raise ConfigError(f"{text} is a pipe or a device, and is read more than once. Write its rows to a file first.")
     directory = path.resolve().parent
     alone = [file.name for file in _rows(directory)] == [path.name]  # the file is all that a report of the run has
     return _files(directory.name if alone else f"{directory.name}/{path.stem}", path.parent, (path,))

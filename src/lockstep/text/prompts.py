@@ -96,6 +96,8 @@ def text_message(message: object) -> Mapping[str, Any]:
     if isinstance(message, Mapping) and isinstance(message.get("role"), str):
         content, kept = message.get("content"), dict(without_nulls(message))
         if isinstance(content, str):
+            if broken := lone_surrogate(content):
+                raise PromptError(f"a message with {broken}, which is no character. Correct it or remove it.")
             return kept
         if content is None and message.get("tool_calls"):
             return {name: kept.get(name) for name in message if name in kept or name == "content"}

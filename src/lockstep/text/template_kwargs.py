@@ -92,7 +92,10 @@ def set_tools(
 
 
 def _check_arguments(function: Callable[..., Any]) -> None:
-    """Refuse arguments that a call, which is JSON, cannot give as the function says."""
+    """Refuse what is no function that returns, and arguments that a call, which is JSON, cannot give."""
+    if not inspect.isroutine(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        kind = "yields" if inspect.isroutine(function) else f"is an object of the class {type(function).__name__}"
+        raise TypeError(f"it {kind}; a tool is a function with def that returns what the model reads")
     hints = typing.get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):

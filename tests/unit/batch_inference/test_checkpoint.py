@@ -50,6 +50,18 @@ def test_what_cannot_be_sampled_from_is_said_plainly(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="which has no checkpoint.*Train with hf_save_path.*or with trainer.checkp"):
         resolve_checkpoint(of_ours(tmp_path / "run"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.gguf").touch()
+    for name, text in (("other", "has model.gguf, a model as llama.cpp"), ("other/model.gguf", "has model.gguf")):
+        with pytest.raises(ConfigError, match=text):
+            resolve_checkpoint(of_ours(tmp_path / name)).limits()
+    (tmp_path / "other" / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"model\.safetensors is a file; it must be a directory\. Give the one"):
+        resolve_checkpoint(of_ours(tmp_path / "other" / "model.safetensors")).limits()
+    shutil.copy(GOLDEN / "llama3" / "config.json", tmp_path / "other")
+    (tmp_path / "other" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has adapter_config.json: transformers would add its adapter"):
+        resolve_checkpoint(of_ours(tmp_path / "other")).limits()
     with pytest.raises(ConfigError, match="has no config.json with safetensors.*is a checkpoint_path"):
         fingerprint(str(tmp_path / "run"))
 

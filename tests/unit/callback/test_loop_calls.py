@@ -23,8 +23,8 @@ from tests.unit.callback.test_sample_callback import Counting
         (SimpleNamespace(next_step=1, eval_model=object()), None),
         (SimpleNamespace(step=1, eval_model=object()), None),
         (SimpleNamespace(next_step=1, model=object()), None),
-        (SimpleNamespace(model=object()), "a SimpleNamespace has neither next_step nor step"),
-        (SimpleNamespace(step=1), "a SimpleNamespace has neither eval_model nor model"),
+        (SimpleNamespace(model=object()), "an object of SimpleNamespace has neither next_step nor step"),
+        (SimpleNamespace(step=1), "an object of SimpleNamespace has neither eval_model nor model"),
     ],
 )
 def test_an_info_has_one_of_two_names_for_the_step_and_for_the_model(info, text):

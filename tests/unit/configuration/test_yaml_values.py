@@ -1,9 +1,12 @@
 """What is refused of a file of YAML; most of it is tested by way of arguments."""
 
+import os
+import threading
 import traceback
 
 import pytest
 
+from lockstep.configuration import yaml_values
 from lockstep.errors import ConfigError
 from lockstep.main.arguments import parse_arguments
 from lockstep.training import TrainLmConfig
@@ -19,6 +22,22 @@ def test_an_error_of_the_parser_shows_no_line_of_the_file(tmp_path, text):
     with pytest.raises(ConfigError, match=r"--judge.api_key has a value, which is not YAML: ") as caught:
         parse_arguments(TrainLmConfig, ["--judge.api_key", "[hunter2"])
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_pipe_is_read_where_somebody_writes_to_it(tmp_path, monkeypatch):
+    """Bash's ``--config_path <(…)`` is one."""
+    path = tmp_path / "run.yaml"
+    os.mkfifo(path)
+    monkeypatch.setattr(yaml_values, "PIPE_S", 0.01)
+    with pytest.raises(
+        ConfigError, match=r"run\.yaml cannot be read: it is a pipe, and nothing was written to it within"
+    ):
+        yaml_values.read_yaml(str(path))
+    monkeypatch.setattr(yaml_values, "PIPE_S", 60.0)
+    writer = threading.Thread(target=path.write_text, args=("seed: 1",))
+    writer.start()
+    assert yaml_values.read_yaml(str(path)) == ({"seed": 1}, "seed: 1")
+    writer.join()
 
 
 def test_merges_of_merges_are_refused_before_they_fill_the_memory(tmp_path):

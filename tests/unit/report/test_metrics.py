@@ -110,11 +110,19 @@ def test_a_metric_that_fails_loses_its_cells_and_is_named_once(own):
         {"odd": 0.25, "length": 4.0, "leaves": None},
         {"odd": None, "length": 0.0, "leaves": None},
     ]
-    assert failures == [
+    assert [failure.partition(" (test_metrics.py, line ")[0] for failure in failures] == [
         "metric 'odd' failed on 2 of 3 rows, which have no value; first on prompt 7, generation 2: "
         "ZeroDivisionError: division by zero",
         "metric 'leaves' failed on 3 of 3 rows, which have no value; first on prompt 7, generation 2: SystemExit: 3",
     ]
+
+
+def test_what_a_metric_changes_is_nobody_elses(own):
+    own.takes = lambda row, prompt: float(prompt.fields.pop("most"))
+    prompts = [dataclasses.replace(PROMPT, fields={"most": 3})]
+    for _ in range(2):
+        (measured,), failures = measure(load_metrics(["own_metrics:takes"]), [row("")], prompts)
+        assert measured.metrics == {"takes": 3.0} and not failures
 
 
 def test_what_is_not_finite_is_no_value_of_a_metric(own):
@@ -127,7 +135,7 @@ def test_what_a_metric_raises_has_no_secret(own, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "sk-abcdef0123456789")
     own.refused = lambda row, prompt: {}[os.environ["JUDGE_API_KEY"]]
     (failure,) = measure(load_metrics(["own_metrics:refused"]), [row("")], [PROMPT])[1]
-    assert failure.endswith("KeyError: '<redacted>'")
+    assert "KeyError: '<redacted>' (test_metrics.py, line" in failure
 
 
 def test_a_pattern_that_backtracks_loses_its_cell_alone(monkeypatch):

@@ -12,6 +12,12 @@ from tests.unit.report.test_turns import TURNS
 RECORD = {"step": 3, "prompt_id": 1, "prompt": "What?", "generated_text": "That."}
 
 
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl is a pipe or a device, and is read more than once\. Write"):
+        find_run(tmp_path / "rows.jsonl")
+
+
 def test_a_row_that_a_run_wrote_comes_back(tmp_path):
     row = Row(
         step=3,

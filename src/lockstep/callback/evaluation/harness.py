@@ -1,18 +1,20 @@
 """lm-evaluation-harness: finds the tasks, asks on a thread of its own, which may hang, and scores the answers."""
 
+import contextlib
 import dataclasses
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.evaluation.config import TasksConfig
 from lockstep.callback.evaluation.scoring import ScoringGuard, TaskResults, make_results
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, is_passing
 from lockstep.hosts import leader_only
+from lockstep.plugins import own_error_text
 from lockstep.text import ModelLimits
 from lockstep.types import Completion, Request
 
@@ -112,7 +114,7 @@ class HarnessThread[Result]:
         except Exception as caught:
             error = caught
         except BaseException as caught:  # SystemExit: a task's file is a program of the user's
-            error = LockstepError(f"{type(caught).__name__}: {caught}")
+            error = LockstepError(own_error_text(caught))
         if self._given_up.is_set():
             return
         if self._released:
@@ -122,6 +124,19 @@ class HarnessThread[Result]:
 
 
 FEWSHOT_SEED = 1234  # the seed of the questions that are shown solved: the harness's own default
+
+
+@contextlib.contextmanager
+def _named(fault: str) -> Iterator[None]:
+    """Say of an error of the harness, of a task's file or of its functions what it prevents, and how to mend it."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, LockstepError) or is_passing(error):
+            raise
+        raise ConfigError(
+            f"{fault}: {own_error_text(error)}. Correct the task's file or its functions, or leave it out of tasks."
+        ) from error
 
 
 class Harness:
@@ -151,12 +166,20 @@ class Harness:
         begin = time.monotonic()
         self.check()
         config = self._config
-        loaded = self._tasks().load(list(config.names))
+        try:
+            loaded = self._tasks().load(list(config.names))
+        except Exception:
+            for name in config.names:  # the one that fails
+                with _named(f"task {name} cannot be loaded"):
+                    self._tasks().load([name])
+            raise
         tasks: Mapping[str, Any] = loaded["tasks"]
         guard = ScoringGuard()
         for name, task in tasks.items():
             _prepare(task, config.num_fewshot)
             guard.protect(name, task)
+            make = _named(f"the questions of task {name} cannot be made")
+            task.build_all_requests = make(task.build_all_requests)
         lm = EngineLM(
             self._tokenizer,
             ask,

@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from lockstep.plugins import own_error_text
 from lockstep.printable import get_logger
 
 log = get_logger(__name__)
@@ -113,7 +114,7 @@ class ScoringGuard:
             try:
                 return apply_filters()
             except (Exception, SystemExit) as error:  # a task's file is a program of the user's
-                self._keep(name, "", f"a filter of its filter_list raised {_text(error)}")
+                self._keep(name, "", f"a filter of its filter_list raised {own_error_text(error)}")
             for instance in task.instances:
                 instance.filtered_resps.setdefault(NO_FILTER, instance.resps[0])
             return None
@@ -129,7 +130,7 @@ class ScoringGuard:
                     scored = process_results(doc, results)
                 except (Exception, SystemExit) as error:
                     metrics = ", ".join(task.aggregation()) or "no metric"
-                    self._keep(name, "", f"scoring a question ({metrics}) raised {_text(error)}")
+                    self._keep(name, "", f"scoring a question ({metrics}) raised {own_error_text(error)}")
                 else:
                     if isinstance(scored, Mapping):
                         return scored
@@ -149,7 +150,7 @@ class ScoringGuard:
                 try:
                     score = function(items)
                 except (Exception, SystemExit) as error:
-                    self._keep(name, metric, f"{work} raised {_text(error)}")
+                    self._keep(name, metric, f"{work} raised {own_error_text(error)}")
                     return math.nan
                 if not (_is_number(score) and math.isfinite(score)):
                     self._keep(name, metric, f"{work} is {score!r:.80}, no finite number")
@@ -301,10 +302,6 @@ def _prompt_and_text(sample: Mapping[str, Any], halves: int) -> tuple[str, str]:
         return prompt, ""
     best = max(range(len(answers) // halves), key=lambda number: answers[number][0])
     return str(arguments[best][0]), str(arguments[best][1])
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _is_number(value: Any) -> bool:

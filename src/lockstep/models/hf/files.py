@@ -341,6 +341,9 @@ def local_directory(path: str | os.PathLike[str], *, pattern: str = "*") -> Iter
     path = os.fspath(path)
     if "://" not in path:
         directory = pathlib.Path(path).expanduser()
+        if directory.is_file():
+            check_is_model(directory.parent, [directory.name])
+            raise ConfigError(f"the checkpoint {path} is a file; it must be a directory. Give the one that it is in.")
         if not directory.is_dir():
             raise ConfigError(
                 f"there is no checkpoint directory {path}. Give a local directory or a URL; a checkpoint on the "

@@ -30,6 +30,7 @@ from lockstep.models.families.registry import (
     vocab_size_from_hf,
 )
 from lockstep.models.hf.files import (
+    ADAPTER_NAME,
     CONFIG_NAME,
     CheckpointFiles,
     check_is_model,
@@ -117,6 +118,8 @@ def read_hf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     with local_directory(path, pattern=CONFIG_NAME) as directory:
         file = directory / CONFIG_NAME
+        if (directory / ADAPTER_NAME).exists():
+            check_is_model(path, [ADAPTER_NAME])
         return _parsed_config(read_small(file) if file.exists() else None, path)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from lockstep.errors import ConfigError, PromptError
-from lockstep.plugins import load_object
+from lockstep.plugins import load_object, own_error_text
 from lockstep.text import count_appended
 from lockstep.text.tokenize import token_ids
 from lockstep.training.data.chats import Chat, chat_of, make_prompt, messages_of, whole_chat
@@ -121,7 +121,7 @@ class DataFormat:
             except BadRow:
                 raise
             except Exception as error:  # it is the user's
-                raise BadRow(f"cannot be converted: {type(error).__name__}: {error}. Correct it.") from error
+                raise BadRow(f"cannot be converted: {own_error_text(error)}. Correct it.") from error
 
         def tokenize(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
             return _map_good(_each(records, converted), lambda good: self.tokenize(tokenizer, good))

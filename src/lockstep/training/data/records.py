@@ -109,6 +109,8 @@ def list_files(url: str, key: str) -> list[SourceFile]:
         infos = files_of(fs, path)
         if path in infos and fs.isdir(path):
             infos = {name: fs.info(name) for name in _dataset_files(fs, path.rstrip("/"), url, key)}
+        if pipes := [name for name, info in infos.items() if info["type"] == "other"]:
+            raise ConfigError(f"training file {pipes[0]} is a pipe or a device: it must be a file. Check {key}.")
         files = [_file(fs, name, info) for name, info in infos.items() if info["type"] != "directory"]
     except ConfigError:
         raise

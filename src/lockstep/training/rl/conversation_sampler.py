@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxtyping import PyTree
 from lockstep.engine import Engine, RolloutEngine
 from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.hosts import environment as facts_of_job
+from lockstep.plugins import go_back
 from lockstep.printable import get_logger
 from lockstep.training.rl.conversations import Conversation, Conversations, longest_turns
 from lockstep.training.rl.groups import RolloutSampler
@@ -48,7 +50,7 @@ class ConversationSampler(RolloutSampler):
             PeerError: The environment has failed in all conversations until now; raised on every host.
         """
         assert self._fields.environment is not None
-        drawn, seed = self._draw(number, attempt)
+        (drawn, seed), directory = self._draw(number, attempt), os.getcwd()
         conversations = Conversations(
             self._fields.environment,
             self._rows,
@@ -65,6 +67,7 @@ class ConversationSampler(RolloutSampler):
                 facts={**facts_of_job(), "debug": str(scope.debug), "questions": str(drawn), "seed": str(seed)},
                 observer=conversations,
             )
+        go_back(directory, "an environment")
         if generated.ended:
             return None
         self._look(conversations.conversations)

@@ -20,7 +20,8 @@ from lockstep.engine.schedule import Scheduler
 from lockstep.errors import HostError, PromptError, is_passing
 from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
-from lockstep.printable import error_text, get_logger
+from lockstep.plugins import own_error_text
+from lockstep.printable import get_logger
 from lockstep.text import Prompt, cut_at_stop, decode, encode, following_tokens, text_message
 from lockstep.training.rl.environment import Environment, Message, Reply
 from lockstep.training.rl.questions import AnswerRows
@@ -120,7 +121,7 @@ class EnvironmentThread:
 
     def step(self, message: Message) -> None:
         """Have the environment reply to an answer; returns at once."""
-        self._call(functools.partial(self._environment.step, message))
+        self._call(functools.partial(self._environment.step, dict(message)))
 
     def end(self, reply: Reply) -> None:
         """Have the environment end a conversation after a reply that is the last; returns at once."""
@@ -134,14 +135,15 @@ class EnvironmentThread:
                 f"{type(self._environment).__name__} cannot be copied for each conversation ({error}). Make what "
                 "cannot, such as clients and locks, in reset"
             ) from error
-        own = dataclasses.replace(question, fields=copy.deepcopy(question.fields))
-        messages: Any = await self._environment.reset(own)
+        messages: Any = await self._environment.reset(copy.deepcopy(question))
         if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise TypeError(f"reset returned {messages!r:.200}, and must return a list of messages")
         return tuple(messages)
 
     async def _ended(self, reply: Reply) -> Reply:
-        last = await self._environment.end()
+        last: Any = await self._environment.end()
+        if not isinstance(last, Reply):
+            raise TypeError(f"end returned {last!r:.200}, and must return a lockstep.training.Reply")
         metrics = {**reply.metrics, **last.metrics}
         return dataclasses.replace(reply, reward=reply.reward + last.reward, metrics=metrics, done=True)
 
@@ -160,9 +162,9 @@ class EnvironmentThread:
                     with leader_only():
                         result = runner.run(asyncio.wait_for(call(), self._environment.timeout_s))
                 except BaseException as error:  # an environment is the user's own code
-                    late = isinstance(error, TimeoutError)
+                    late = isinstance(error, TimeoutError) and time.monotonic() >= (self.deadline or 0.0)
                     failure = _Outage if late or is_passing(error) else _Failure
-                    text = error_text(error, ERROR_LENGTH)
+                    text = own_error_text(error, ERROR_LENGTH)
                     if isinstance(error, RuntimeError) and "event loop" in text.lower():
                         text += ". Each conversation has an event loop of its own: make clients in reset"
                     result = failure(LATE if late else text)
@@ -314,10 +316,13 @@ class Conversations(Arrivals):
                 "metrics": {str(name): float(value) for name, value in reply.metrics.items()},
                 "done": bool(reply.done),
             }
-            json.dumps(words)
+            try:
+                json.dumps(words)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"a message has what JSON has not ({error}): {messages!r:.200}") from error
             return [words]
         except Exception as error:
-            return [{"number": number, "error": error_text(error, ERROR_LENGTH)}]
+            return [{"number": number, "error": own_error_text(error, ERROR_LENGTH)}]
 
     def _tokens(self, conversation: Conversation, messages: Sequence[Message]) -> Sequence[int]:
         """The tokens that the model reads before its next answer."""

@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from lockstep.errors import ConfigError, PromptError
 from lockstep.hosts import digest
-from lockstep.plugins import load_object
+from lockstep.plugins import load_object, own_error_text
 from lockstep.printable import get_logger
 from lockstep.report import Row
 from lockstep.text import Prompt, cut_at_stop, decode, encode, prompt_end, unknown_token
@@ -199,7 +199,7 @@ def _prompt_of_function(function: Callable[[Record], Prompt], record: Record) ->
     try:
         prompt = function(record)
     except Exception as error:  # it is the user's
-        raise BadRow(f"cannot be converted: {type(error).__name__}: {error}. Correct it.") from error
+        raise BadRow(f"cannot be converted: {own_error_text(error)}. Correct it.") from error
     if not isinstance(prompt, Prompt) or prompt.answer is None:
         raise ConfigError(
             f"data.format: the function returned {prompt!r:.200}; it must be a lockstep.text.Prompt with an answer, "

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import inspect
 import math
+import os
 import queue
 import threading
 import time
@@ -18,7 +19,8 @@ from jaxtyping import Bool, Float
 from lockstep.errors import ConfigError, HostError, HostTimeoutError, is_passing
 from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
-from lockstep.printable import error_text, get_logger
+from lockstep.plugins import go_back, own_error_text
+from lockstep.printable import get_logger
 from lockstep.report import Row, as_number
 from lockstep.text import Prompt
 from lockstep.training.rl.event_loop import EventLoop
@@ -104,13 +106,13 @@ class Scoring:
     def _value(self, reward: Reward, row: Row, prompt: Prompt) -> Value:
         for pause_s in (*PAUSES_S, None):
             try:
-                # What a reward changes in its fields is nobody else's.
-                value = reward(row, dataclasses.replace(prompt, fields=copy.deepcopy(prompt.fields)))
-                if inspect.isawaitable(value):
-                    value = self._awaited(value)
-                return as_number(value)
+                with leader_only():  # which says what a launch needs instead
+                    value = reward(*copy.deepcopy((row, prompt)))  # what it changes in them is nobody else's
+                    if inspect.isawaitable(value):
+                        value = self._awaited(value)
+                    return as_number(value)
             except BaseException as error:  # a reward is the user's own code, and no signal comes to a thread
-                text = error_text(error, ERROR_LENGTH)
+                text = own_error_text(error, ERROR_LENGTH)
                 if not is_passing(error):
                     return text
             if pause_s is None or self._closed:
@@ -144,6 +146,7 @@ def try_rewards(
 
 log = get_logger(__name__)
 
+_A_REWARD = "a reward"
 _ON_FAILURE = {"default": "its default is used", "drop_group": "nothing is learned from the answers to that question"}
 
 
@@ -193,7 +196,7 @@ class Rewarder:
         }
         judges = {name: config.weight for name, config in self._configs.items() if config.weight and not config.SHAPING}
         self._judges = judges if filter_by is None else {filter_by: 1.0}
-        self._workers, self._timeout_s = workers, timeout_s
+        self._workers, self._timeout_s, self._directory = workers, timeout_s, os.getcwd()
         self._loop = EventLoop()
         self._warned: set[str] = set()
 
@@ -214,6 +217,7 @@ class Rewarder:
             late = {name: self._functions[name] for name, text in wrong.items() if text == LATE}
             wrong = {name: text for name, text in wrong.items() if text != LATE}
             wrong |= try_rewards(late, row, prompt, self._timeout_s, self._loop)
+            go_back(self._directory, _A_REWARD)
             tries += 1
             if LATE not in wrong.values() or time.monotonic() + pause_s + self._timeout_s > deadline:
                 break
@@ -248,6 +252,7 @@ class Rewarder:
         names, scores = list(self._functions), scores or {}
         with hosts.run_on_all("rewards") as phase:
             own = scoring.finish(self._timeout_s)
+            go_back(self._directory, _A_REWARD)
             # Texts of what went wrong stay here but for one per component: thousands of them would not.
             texts = {
                 name: str(components[name])

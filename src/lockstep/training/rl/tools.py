@@ -78,7 +78,8 @@ class ToolEnvironment(Environment):
             if isinstance(result, bytes):
                 result = result.decode(errors="replace")
             content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
-        except Exception as error:  # the model reads it, and may do better
+            content = content.encode(errors="replace").decode()  # half a surrogate pair, of some page, is no character
+        except (Exception, SystemExit) as error:  # the model reads it, and may do better
             content = f"error: {error_text(error)}"
         return {"role": "tool", "name": call.name, "content": content}
 

@@ -3,6 +3,7 @@
 import math
 import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,30 @@ def test_a_task_or_a_harness_that_is_missing_is_named(directory, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(ConfigError, match=r"pip install 'jax-lockstep\[eval\]'"):
         Harness(config, tiny.tokenizer()).check()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (
+            '"{{qestion}}"',
+            "task .*words.yaml cannot be loaded: UndefinedError: 'qestion' is undefined. Correct the task",
+        ),
+        (
+            "!function asks.first",
+            r"the questions of task own_words cannot be made: KeyError: .* \(asks\.py, line 2\)\. Co",
+        ),
+    ],
+)
+def test_a_task_that_cannot_ask_is_named(directory, tmp_path, wrong, error):
+    text = (Path(directory) / "words.yaml").read_text()
+    (tmp_path / "words.yaml").write_text(text.replace('"{{question}}"', wrong))
+    (tmp_path / "asks.py").write_text(
+        f"def first(doc):\n    return {{{QUESTIONS[0]['question']!r}: 'q'}}[doc['question']]\n"
+    )
+    config = TasksConfig(names=[str(tmp_path / "words.yaml")])
+    with pytest.raises(ConfigError, match=error):
+        Harness(config, tiny.tokenizer()).run(None, 0, LIMITS)
 
 
 class _Index:

@@ -115,6 +115,9 @@ def test_what_cannot_begin_a_conversation_says_why(environment, error):
         (1.0, "TypeError: step returned 1.0, and must"),
         (([USER], 1.0, True), "TypeError: step returned ([{'role': 'user', 'content': 'More.'}], 1.0, True), and must"),
         (Reply(), "PromptError: step returned no message and done is false"),
+        (Reply(messages=[USER | {"x": print}]), "a message has what JSON has not (Object of type builtin_function"),
+        (Reply(messages=[USER | {"content": "\ud83d"}]), "a message with half a surrogate pair, '\\ud83d'"),
+        (ExceptionGroup("two", [KeyError("a")]), "ExceptionGroup: two (1 sub-exception); KeyError: 'a' (test_conv"),
         (Reply(messages=[{"role": "user"}]), "PromptError: the message {'role': 'user'}; a message needs the texts"),
     ],
 )
@@ -123,11 +126,50 @@ def test_what_cannot_follow_an_answer_says_why(reply, error):
     assert error in answered(conversations, "It is 3.")["error"]
 
 
+@dataclasses.dataclass(kw_only=True)
+class Spoils(Returns):
+    """Changes what it is given."""
+
+    async def reset(self, question: Any) -> Any:
+        question.fields["seen"] = True
+        return ()
+
+    async def step(self, message: Any) -> Any:
+        message["content"] = "changed"
+        return await super().step(message)
+
+
+def test_what_an_environment_changes_is_not_what_the_other_hosts_heard():
+    conversations, _ = begun(Spoils(reply=Reply(done=True)))
+    answered(conversations, "It is 3.")
+    (conversation,) = conversations.conversations
+    assert conversation.said == "It is 3."
+
+
+@dataclasses.dataclass(kw_only=True)
+class Endless(Returns):
+    """Ends with nothing."""
+
+    async def end(self) -> Any:
+        return None
+
+
+def test_the_end_of_a_conversation_is_a_reply():
+    conversations, _ = begun(Endless(reply=Reply(messages=[USER]), max_turns=1))
+    assert "end returned None, and must return a lockstep.training.Reply" in answered(conversations, "a")["error"]
+
+
+def test_a_time_out_of_the_environments_own_is_not_its_limit():
+    conversations, _ = begun(Returns(reply=TimeoutError("the database")))
+    words = answered(conversations, "It is 3.")
+    assert words["error"].startswith("TimeoutError: the database (test_conversations.py, line") and words["passing"]
+
+
 def test_the_error_of_a_client_that_conversations_share_says_where_to_make_it():
     error = RuntimeError("<asyncio.locks.Event object> is bound to a different event loop")
     conversations, _ = begun(Returns(reply=error))
     said_last = answered(conversations, "It is 3.")["error"]
-    assert said_last.endswith("Each conversation has an event loop of its own: make clients in reset")
+    assert "Each conversation has an event loop of its own: make clients in reset" in said_last
 
 
 @pytest.mark.parametrize("done", [True, False])
@@ -141,8 +183,9 @@ def test_a_message_that_no_model_reads_is_not_stored_whole(done):
 
 def test_the_error_of_an_environment_has_no_secret(monkeypatch):
     monkeypatch.setenv("WORLD_TOKEN", "sk-abcdef0123456789")
-    conversations, _ = begun(Returns(reply=RuntimeError("x" * 480 + "sk-abcdef0123456789")))
-    assert answered(conversations, "It is 3.")["error"] == f"RuntimeError: {'x' * 480}<re..."
+    conversations, _ = begun(Returns(reply=RuntimeError("x" * 450 + "sk-abcdef0123456789")))
+    error = answered(conversations, "It is 3.")["error"]
+    assert "sk-" not in error and "... (test_conversations.py, line" in error
 
 
 @pytest.mark.parametrize("text", ["", " ", "�é漢字 🙂"])

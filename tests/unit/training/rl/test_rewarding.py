@@ -1,7 +1,6 @@
 """Rewards over several hosts, each with its share of the answers."""
 
 import asyncio
-import dataclasses
 import itertools
 import os
 import threading
@@ -16,6 +15,7 @@ from lockstep.exits import is_retried
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.hosts.fault import failure_code
 from lockstep.report import as_number
+from lockstep.text import Prompt
 from lockstep.training.rl import rewarding
 from lockstep.training.rl.rewarding import LATE, Rewarder, Scoring, try_rewards
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
@@ -152,8 +152,9 @@ def test_one_that_raises_costs_its_own_value_alone():
     for number in range(4):
         scoring.submit(number, row("", num_tokens=number), prompt())
     values = scoring.finish(30)
-    assert [values[number]["odd"] for number in range(4)] == [1.0, "RuntimeError: the judge is out"] * 2
-    assert {of_answer["fails"] for of_answer in values.values()} == {"SystemExit: no"}
+    odd_values = [str(values[number]["odd"]).partition(" (test_")[0] for number in range(4)]
+    assert odd_values == ["1.0", "RuntimeError: the judge is out"] * 2
+    assert {of_answer["fails"].partition(" (test_")[0] for of_answer in values.values()} == {"SystemExit: no"}
     assert {of_answer["fine"] for of_answer in values.values()} == {3.0}
     assert {of_answer["awaited"] for of_answer in values.values()} == {4.0}
 
@@ -165,7 +166,7 @@ def test_its_text_has_no_secret_of_the_environment_of_the_process(monkeypatch):
         raise RuntimeError(f"401 for {os.environ['JUDGE_API_KEY']} of https://u:p@judge/?a=b")
 
     wrong = try_rewards({"refused": refused}, row(""), prompt(), 30)
-    assert wrong == {"refused": "RuntimeError: 401 for <redacted> of https://judge/?…"}
+    assert wrong["refused"].startswith("RuntimeError: 401 for <redacted> of https://judge/?… (test_rewarding.py, line")
 
 
 def test_one_that_hangs_holds_up_nothing():
@@ -189,7 +190,9 @@ def test_a_reward_cannot_launch_a_program():
     def launches(answer, question):
         return float(jnp.zeros(3).sum())
 
-    assert "no_execution" in try_rewards({"launches": launches}, row(""), prompt(), 30)["launches"]
+    text = try_rewards({"launches": launches}, row(""), prompt(), 30)["launches"]
+    assert "' was launched inside leader-only work" in text
+    assert "Use NumPy" in text and "(test_rewarding.py, line" in text
 
 
 @pytest.mark.parametrize(
@@ -199,6 +202,8 @@ def test_a_reward_cannot_launch_a_program():
         ("1", "'1', which is not a number"),
         ([1], r"\[1\], which is not a number"),
         (np.array([1.0, 2.0]), r"array\(\[1\., 2\.\]\), which is not a number"),
+        (np.complex64(1j), "1j.*, which is not a number"),
+        (np.array(1j), r"1\.j.*, which is not a number"),
         (float("nan"), "nan, which is not finite"),
         (float("inf"), "inf, which is not finite"),
     ],
@@ -283,7 +288,12 @@ def test_a_reward_that_hangs_at_the_start_is_tried_again(monkeypatch, caplog, re
         assert is_retried(failure_code(caught.value))
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit])
+class Untold(Exception):
+    def __str__(self):
+        raise RuntimeError("not even this")
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, Untold])
 def test_whatever_a_reward_raises_its_worker_goes_on(error):
     async def cancelled(answer, question):
         raise error
@@ -299,14 +309,30 @@ def test_whatever_a_reward_raises_its_worker_goes_on(error):
         assert found["good"] == 1.0 and error.__name__ in found["cancelled"] and error.__name__ in found["raising"]
 
 
-def test_each_reward_has_fields_of_its_own():
-    question = dataclasses.replace(prompt(), fields={"tests": ["a"]})
+def wanders(answer, question):
+    os.chdir("/")
+    return 1.0
+
+
+def test_a_reward_that_changes_the_directory_has_no_say_in_where_the_run_writes(caplog):
+    before = os.getcwd()
+    config = FunctionReward(function=f"{__name__}:wanders")
+    Rewarder([config], max_new_tokens=10, workers=1, timeout_s=60.0).check(row(""), prompt())
+    assert os.getcwd() == before and "a reward changed the working directory" in caplog.text
+
+
+def test_each_reward_has_a_question_of_its_own():
+    question = Prompt(id=0, messages=({"role": "user", "content": "q"},), fields={"tests": ["a"]})
 
     def spoil(answer, question):
         question.fields["tests"].append("b")
         question.fields["seen"] = True
+        question.messages[0]["content"] += "!"
+        answer.metrics["seen"] = 1.0
         return len(question.fields["tests"])
 
     scoring = Scoring({"first": spoil, "second": spoil}, workers=1)
-    scoring.submit(0, row(""), question)
+    answered = row("")
+    scoring.submit(0, answered, question)
     assert scoring.finish(60.0)[0] == {"first": 2.0, "second": 2.0} and question.fields == {"tests": ["a"]}
+    assert question.messages[0]["content"] == "q" and answered.metrics == {}

@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import functools
 import os
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ async def look_up(word: str) -> dict:
     """
     if word == "secret":
         raise ConnectionError(f"no {os.environ['WORDS_KEY']} of https://me:letmein@words.example/api?key=letmein")
+    if word == "quit":
+        raise SystemExit(3)
     if word == "é":
         return {"é": None}
     raise LookupError("no such word")
@@ -91,6 +94,7 @@ def test_results_and_errors_are_messages_and_the_answer_without_calls_is_the_las
         ("add", '{"a": 1}', "missing 1 required positional argument: 'b'"),
         ("add", '{"a": 1, "b": null}', "unsupported operand"),
         ("look_up", '{"word": "a"}', "error: LookupError: no such word"),
+        ("look_up", '{"word": "quit"}', "error: SystemExit: 3"),
         ("look_up", '{"word": "secret"}', "error: ConnectionError: no <redacted> of https://words.example/api?…"),
     ):
         (message,) = said(written(name, arguments)).messages
@@ -161,6 +165,7 @@ def returned(value):
         (np.arange(3), "[0, 1, 2]"),
         ({"n": np.int64(2), "at": Point(x=1)}, '{"n": 2, "at": {"x": 1}}'),
         (b"caf\xc3\xa9 \xff", "café \ufffd"),
+        ("half \ud83d", "half ?"),
         (Point, f'"{Point}"'),
         (None, "null"),
     ],
@@ -199,9 +204,22 @@ def positional(word: str, /):
     """
 
 
+def yields():
+    """Do it."""
+    yield 1
+
+
+async def yields_later():
+    """Do it."""
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("tools", "error"),
     [
+        ([yields], r"'yields' .* cannot be described \(it yields; a tool is a function with def that returns"),
+        ([yields_later], r"it yields; a tool"),
+        ([functools.partial(add, a=1)], r"it is an object of the class partial; a tool is a function with def"),
         ([takes(Point)], r"the tool 'tool' .*\(a has the type Point, and a call gives what JSON has"),
         ([takes(list[Point] | None)], "a has the type Point"),
         ([takes(bytes)], "a has the type bytes"),
