@@ -78,7 +78,7 @@ def test_means_are_over_the_rows_that_have_a_value():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["bleu"], r"metric 'bleu' is not known. Use exact_match, .*, or module:function"),
+        (["bleu"], r"metric 'bleu' is not known. Use exact_match, .*gsm8k.*regex=PATTERN.*, or module:function"),
         (["own_metrics:"], r"metric 'own_metrics:' is not known"),
         (["no_such_module:f"], r"metric 'no_such_module:f': module .* could not be imported \(ModuleNotFoundError"),
         (["own_metrics:nothing"], r"module 'own_metrics' has no function 'nothing'"),
@@ -148,7 +148,7 @@ def test_each_call_of_a_metric_is_guarded(own):
     [
         (["bleu"], "metric 'bleu' is not known"),
         (["module:"], "metric 'module:' is not known"),
-        (["regex=("], "regex"),
+        (["regex=("], r"regex=\(.*not a regular expression.*Correct it"),
         (["no_such_module:length", "length"], "the table already has a column 'length'"),
         (["m:tokens"], "metric 'm:tokens': the table already has a column 'tokens'. Rename or remove it."),
         (["m:logprobs"], "the table already has a column 'logprobs'"),
