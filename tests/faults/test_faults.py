@@ -311,33 +311,18 @@ def ends_command(*arguments):
     return function_command(bodies.body_ends, *arguments)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("when", "processes"),
-    [
-        pytest.param("before", 2, marks=pytest.mark.nightly),
-        ("during", 2),
-        pytest.param("after", 2, marks=pytest.mark.nightly),
-        pytest.param("during", 4, marks=pytest.mark.nightly),
-        pytest.param("after", 4, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_host_dies(when, processes, tmp_path):
-    check_death(f"a_host_dies_{when}_generation", when, processes - 1, processes, tmp_path)
+DEATHS = [(leader, *moment) for leader in (False, True) for moment in (("before", 2), ("during", 2), ("after", 2))]
+DEATHS += [(False, "during", 4), (False, "after", 4), (True, "during", 4)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("when", "processes"),
-    [
-        pytest.param("before", 2, marks=pytest.mark.nightly),
-        ("during", 2),
-        pytest.param("after", 2, marks=pytest.mark.nightly),
-        pytest.param("during", 4, marks=pytest.mark.nightly),
-    ],
+    ("leader", "when", "processes"),
+    [pytest.param(*death, marks=[pytest.mark.nightly] * (death[1:] != ("during", 2))) for death in DEATHS],
 )
-def test_the_leader_dies(when, processes, tmp_path):
-    check_death("the_leader_dies", when, 0, processes, tmp_path)
+def test_a_host_or_the_leader_dies(leader, when, processes, tmp_path):
+    name = "the_leader_dies" if leader else f"a_host_dies_{when}_generation"
+    check_death(name, when, 0 if leader else processes - 1, processes, tmp_path)
 
 
 def check_death(name, when, victim, processes, directory):

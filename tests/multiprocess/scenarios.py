@@ -21,7 +21,6 @@ from lockstep.errors import HostError, HostTimeoutError, PeerError
 from lockstep.hosts import DistributedConfig, Hosts, Watchdog, closing_on_leader, current, liveness, run_main, start
 from lockstep.hosts._client import service_address
 from lockstep.hosts.peers import ANNOUNCEMENTS, GRACE_S, WAKE_UPS
-from lockstep.hosts.start import current_without_devices
 from lockstep.report import BackgroundQueue
 
 LISTENED_S = 6.0
@@ -195,25 +194,10 @@ def attacked() -> None:
         with contextlib.suppress(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2])), 5).close()
             print("THE SERVICE LISTENS ON OTHER ADDRESSES", flush=True)
-        _post_forged_end(hosts)
+        hosts.client.set(f"{ANNOUNCEMENTS}/9", json.dumps(["done \x1b[2J\x1b]0;title\x07", 0, 9]).encode())
+        for task in range(hosts.count):
+            hosts.client.set(f"{WAKE_UPS}/{task}", b"")
     time.sleep(60)
-
-
-def _post_forged_end(hosts: Hosts) -> None:
-    hosts.client.set(f"{ANNOUNCEMENTS}/9", json.dumps(["done \x1b[2J\x1b]0;title\x07", 0, 9]).encode())
-    for task in range(hosts.count):
-        hosts.client.set(f"{WAKE_UPS}/{task}", b"")
-
-
-def forge_end_once_joined() -> None:
-    """Post, as soon as the processes work together, that a process that there is not has ended well."""
-
-    def forge() -> None:
-        while (hosts := current_without_devices()).count == 1 or hosts.last_phase == "started":
-            time.sleep(0.01)
-        _post_forged_end(hosts)
-
-    threading.Thread(target=forge, daemon=True).start()
 
 
 def ask() -> None:

@@ -74,15 +74,12 @@ def body_leader_only(hosts: Hosts):
 
 
 @pytest.mark.parametrize(
-    "processes", [2, pytest.param(4, marks=pytest.mark.nightly)]
-)  # in make slow: test_numbering.py
-@pytest.mark.parametrize(
-    "behaviour",  # threads wait as long as processes for who is late: tests/unit/hosts
+    "behaviour",  # four processes: test_numbering.py; threads wait as long for who is late: tests/unit/hosts
     [pytest.param(each, marks=[pytest.mark.slow] * (each == LATE)) for each in BEHAVIOURS],
 )
-def test_between_processes(behaviour, processes):
+def test_between_processes(behaviour):
     body, check = BEHAVIOURS[behaviour]
-    check(run_processes(body, processes=processes, args=(WAIT_S,)), WAIT_S)
+    check(run_processes(body, processes=2, args=(WAIT_S,)), WAIT_S)
 
 
 def test_long_values_and_idempotent_start():

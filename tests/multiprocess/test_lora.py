@@ -23,10 +23,6 @@ LM += ["--trainer.num_train_steps", "4", "--trainer.train_batch_size", "8", "--h
 LM += ["--trainer.checkpointer.every", "2", "--trainer.checkpointer.keep.newest", "9", "--optimizer.ema_decay", "0.5"]
 LM += ["--inference_eval.eval_every", "2", "--inference_eval.prompts", '["What is 12 plus 7?"]']
 LM += ["--inference_eval.max_new_tokens", "6"]
-PAIRS = ["data/preferences/as_asked.jsonl", "data/preferences/as_asked_held_out.jsonl"]
-SIMPO = ["--data.train_urls", f"[{PAIRS[0]}]", "--data.validation_urls", f"[{PAIRS[1]}]", "--data.max_seq_len", "32"]
-SIMPO += ["--trainer.num_train_steps", "30", "--trainer.train_batch_size", "32", "--trainer.steps_per_eval", "2"]
-SIMPO += ["--lora.r", "8", "--lora.alpha", "16", "--optimizer.learning_rate", "3e-3", "--beta", "2.5"]
 
 
 def run(hosts, cls, *arguments):
@@ -109,27 +105,3 @@ def test_a_run_with_adapters_goes_on_and_is_sampled_and_exported(experts, tmp_pa
         assert {name.split(".")[2] for name in changed} == {"0", "1", "2"}, "some of every layer"
     else:
         assert changed == {name for name in saved if "_proj" in name}
-
-
-def body_simpo(hosts, directory):
-    from lockstep.training import TrainSimpoConfig
-
-    arguments = ["--initialize_from_hf", f"{directory}/base", *SIMPO, "--hf_save_path", "model"]
-    return run(hosts, TrainSimpoConfig, *arguments, "--trainer.log_dir", directory)
-
-
-@pytest.mark.nightly
-def test_adapters_learn_preferences_that_hold_for_pairs_not_seen(tmp_path):
-    """As test_simpo_learns_what_holds_for_pairs_it_has_not_seen of all weights; the frozen ones here are random."""
-    save_base(str(tmp_path / "base"))
-    assert run_processes(body_simpo, processes=2, devices=2, args=(str(tmp_path),), timeout_s=300) == [0, 0]
-    accuracies = {
-        line["step"]: line["eval/rewards/accuracies"]
-        for line in lines(tmp_path / "run" / "metrics.jsonl")
-        if "eval/rewards/accuracies" in line
-    }
-    assert accuracies[2] < 0.75 <= accuracies[30], accuracies
-    saved, base = (load_file(tmp_path / name / "model.safetensors") for name in ("run/model", "base"))
-    assert {name for name in saved if not np.array_equal(saved[name], base[name])} == {
-        name for name in saved if "_proj" in name
-    }

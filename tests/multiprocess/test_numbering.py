@@ -4,15 +4,9 @@ Between threads tests/unit/hosts/test_start.py shows the same.
 """
 
 import json
-import os
 
 import pytest
 
-from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.placement import make_mesh
-from lockstep.report import read_jsonl
-from lockstep.report.trackers import NoopTracker
-from tests import tiny
 from tests.multiprocess import permuted
 from tests.multiprocess.harness import POOL, run_unattended
 from tests.multiprocess.host_bodies import BEHAVIOURS
@@ -31,50 +25,10 @@ def group():
     group.end()
 
 
-def body_round(hosts, directory):
-    """A round of samples; what this process is by any count, and whether its tracker was called."""
-    import jax
-
-    class Told(NoopTracker):
-        rows = 0
-
-        def log_rows(self, name, rows, *, step):
-            self.rows += len(rows)
-
-    trainer = tiny.make_trainer("auto", 2, hosts)
-    config = InferenceEvalConfig(eval_every=2, prompts=["one", "two"], max_new_tokens=4, on_error="raise")
-    tracker = Told()
-    callback = SampleCallback(config, tiny.tokenizer(), tracker=tracker, hosts=hosts, output_dir=directory)
-    trainer.add_hook(callback)
-    trainer.train(tiny.init_model(trainer), tiny.rows())
-    mesh = [device.process_index for device in make_mesh("auto").devices.flat]
-    return {
-        "numbers": [hosts.client.task, hosts.index, jax.process_index()],
-        "started as": int(os.environ["LOCKSTEP_PROCESS_ID"]),
-        "rounds": callback.rounds,
-        "tracked": tracker.rows,
-        "mesh": mesh,
-        "launches": str(hosts.ledger),
-    }
-
-
 @pytest.mark.parametrize("behaviour", BEHAVIOURS)
 def test_between_processes(group, behaviour):
     body, check = BEHAVIOURS[behaviour]
     check(group.run(body, (WAIT_S,), timeout_s=60.0), WAIT_S)
-
-
-@pytest.mark.nightly  # in make slow: a round with Levanter's tracker in test_levanter.py
-def test_process_0_of_jax_reports_a_round(group, tmp_path):
-    results = group.run(body_round, (str(tmp_path),))
-    tasks = {process: task for task, process in enumerate(permuted.numbers(PROCESSES))}
-    for process, result in enumerate(results):
-        assert result["numbers"] == [tasks[process], process, process]
-        assert result["started as"] == tasks[process] != process
-        assert (result["rounds"], result["tracked"]) == (1, 2 if process == 0 else 0)
-        assert result["mesh"] == [0, 1, 2, 3]
-        assert result["launches"] == results[0]["launches"]
-    assert len(read_jsonl(tmp_path / "samples.jsonl")) == 2
 
 
 def test_the_end_of_the_process_that_runs_the_service_is_told_by_its_own_number():

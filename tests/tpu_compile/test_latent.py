@@ -1,26 +1,21 @@
 """Multi-head latent attention through the TPU compiler, with the sizes of DeepSeek V3's heads."""
 
-import equinox as eqx
-import haliax as hax
-import jax
-import jax.numpy as jnp
 import pytest
-from haliax import Axis
 
 pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.sizing.memory_model import MemoryModel
-from lockstep.models import Experts, LlamaLMHeadModel, RotaryConfig, YarnScaling
+from lockstep.models import Experts, RotaryConfig, YarnScaling
 from lockstep.models.families.deepseek_v3 import DeepseekV3Config
 from lockstep.models.families.family import ModelPreset
-from lockstep.placement import COMPUTE_AXES, make_mesh
+from lockstep.placement import make_mesh
 from lockstep.plan.traffic import copies
 from lockstep.types import Request, SamplingParams
 from lockstep.xla import Hlo, topology
+from tests.tpu_compile.steps import compiled_gradient
 from tests.tpu_compile.test_experts import kernels
 
 LENGTH = 1024
@@ -68,19 +63,4 @@ def test_decoding_keeps_the_latent_in_place_and_within_what_is_predicted(slice_)
 @pytest.mark.nightly
 @pytest.mark.parametrize("slice_", ["v5p-8", "v6e-4"])
 def test_training_attends_by_the_kernel_with_values_narrower_than_keys(slice_):
-    mesh = make_mesh("1,2,-1", topology(slice_).devices)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    model = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=everywhere),
-        eqx.filter_eval_shape(LlamaLMHeadModel.init, Axis("vocab", 1024), CONFIG, key=jax.random.key(0)),
-    )
-    tokens = jax.ShapeDtypeStruct((4, LENGTH), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
-
-    def loss(model, tokens):
-        with hax.axis_mapping(COMPUTE_AXES):
-            logits = model(hax.named(tokens, ("batch", "position"))).array
-        return jnp.mean(jnp.square(logits.astype(jnp.float32)))
-
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(jax.grad(loss)).lower(model, tokens).compile()
-    assert "splash" in compiled.as_text()
+    assert "splash" in compiled_gradient(CONFIG, slice_)

@@ -2,27 +2,22 @@
 
 from typing import Any
 
-import equinox as eqx
-import haliax as hax
-import jax
-import jax.numpy as jnp
 import pytest
-from haliax import Axis
 
 pytest.importorskip("libtpu", reason="the extra [plan] brings the TPU compiler")
 
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.tpu_programs import weights_on
 from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.sizing.memory_model import MemoryModel
-from lockstep.models import LlamaConfig, LlamaLMHeadModel, RotaryConfig, Variant, find_preset
+from lockstep.models import LlamaConfig, RotaryConfig, Variant, find_preset
 from lockstep.models.families.family import ModelPreset
 from lockstep.models.families.olmo3 import Olmo3Config, Olmo3Variant
-from lockstep.placement import COMPUTE_AXES, make_mesh
+from lockstep.placement import make_mesh
 from lockstep.plan.traffic import copies
 from lockstep.types import Request, SamplingParams
 from lockstep.xla import Hlo, topology
+from tests.tpu_compile.steps import compiled_gradient
 
 LENGTH = 2048
 SIZES: dict[str, Any] = {
@@ -85,20 +80,5 @@ def test_decoding_chooses_between_two_calls_of_the_kernel(config, slice_):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("config", "slice_"), [(GEMMA3, "v5p-8"), (GEMMA3, "v6e-4"), (OLMO3, "v5p-8")])
 def test_training_chooses_between_two_kernels_forward_and_backward(config, slice_):
-    mesh = make_mesh("1,2,-1", topology(slice_).devices)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    model = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=everywhere),
-        eqx.filter_eval_shape(LlamaLMHeadModel.init, Axis("vocab", 1024), config, key=jax.random.key(0)),
-    )
-    tokens = jax.ShapeDtypeStruct((4, LENGTH), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
-
-    def loss(model, tokens):
-        with hax.axis_mapping(COMPUTE_AXES):
-            logits = model(hax.named(tokens, ("batch", "position"))).array
-        return jnp.mean(jnp.square(logits.astype(jnp.float32)))
-
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(jax.grad(loss)).lower(model, tokens).compile()
     # One kernel forward for each window, one more when layers are recomputed, and two backward.
-    assert kernels(compiled.as_text()) == 2 * (2 + 2)
+    assert kernels(compiled_gradient(config, slice_)) == 2 * (2 + 2)

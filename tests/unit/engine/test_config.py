@@ -34,6 +34,13 @@ from lockstep.errors import ConfigError
             r"it must be .*, \{tensor: N, expert: N or 1\} for a model with experts",
         ),
         ({"layout": {"tensor": 1, "replicas": 0}}, "layout is .*; it must be"),
+        (
+            {"hbm_utilization": 0.0},
+            r"hbm_utilization is 0\.0; it must be more than 0 and at most 1.*The default is 0\.9",
+        ),
+        ({"hbm_utilization": 1.5}, r"hbm_utilization is 1\.5"),
+        ({"hbm_utilization": float("nan")}, "hbm_utilization is nan"),
+        ({"memory_bytes_per_device": 0}, "memory_bytes_per_device is 0; it must be at least 1"),
     ],
 )
 def test_values_that_cannot_work(options: dict[str, Any], message: str) -> None:
@@ -60,20 +67,3 @@ def test_a_kv_cache_dtype_is_auto_or_fp8() -> None:
     with pytest.raises(ConfigError, match="inference_eval: kv_cache_dtype is 'int4'; it must be auto or fp8"):
         InferenceEvalConfig(prompts=["x"], kv_cache_dtype="int4")
     assert InferenceEvalConfig(prompts=["x"], kv_cache_dtype="fp8").engine_config(None).kv_cache_dtype == "fp8"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"hbm_utilization": 0.0},
-            r"hbm_utilization is 0\.0; it must be more than 0 and at most 1.*The default is 0\.9",
-        ),
-        ({"hbm_utilization": 1.5}, r"hbm_utilization is 1\.5"),
-        ({"hbm_utilization": float("nan")}, "hbm_utilization is nan"),
-        ({"memory_bytes_per_device": 0}, "memory_bytes_per_device is 0; it must be at least 1"),
-    ],
-)
-def test_memory_that_cannot_work(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(**options)

@@ -170,10 +170,10 @@ def test_a_job_whose_launcher_is_gone_stops_by_its_lease(cloud):
 def test_a_job_is_started_again_when_a_worker_was_taken_away(cloud):
     """The host is gone with all that ran on it, and comes back with an empty disk."""
     hosts = cloud.add("a", "b")
-    text = "echo attempt; [ -e ~/second ] && exit 0; sleep 60"
+    text = "echo attempt $LOCKSTEP_RESTARTS; [ -e ~/second ] && exit 0; sleep 60"
     words = ("--hosts", hosts, *FAST, "--retries", "1", "--unreachable_s", "2", *script(text))
     process = cloud.start(*words)
-    assert {process.stdout.readline() for _ in range(2)} == {"[0] attempt\n", "[1] attempt\n"}
+    assert {process.stdout.readline() for _ in range(2)} == {"[0] attempt 0\n", "[1] attempt 0\n"}
     cloud.set("b", "gone")
     until(lambda: "trying again in" in (cloud.jobs / "job" / "launcher.log").read_text())
     for name in "ab":
@@ -183,7 +183,7 @@ def test_a_job_is_started_again_when_a_worker_was_taken_away(cloud):
     assert process.returncode == 0, errors
     assert "worker b (process 1) failed, exit code 87, a worker was taken away" in errors
     assert [each["code"] for each in cloud.record("job")["attempts"]] == [WORKER_LOST, 0]
-    assert logs(cloud, 1) == logs(cloud, 2) == ["attempt\n"] * 2
+    assert logs(cloud, 1) == ["attempt 0\n"] * 2 and logs(cloud, 2) == ["attempt 1\n"] * 2
     assert cloud.wait_until_empty()
 
 

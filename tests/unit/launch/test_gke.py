@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from lockstep.launch.environment import job_variables
 from lockstep.launch.gke import GkeSpec
 from lockstep.launch.gke_manifest import MAX_PARTS
 from lockstep.launch.pods import PodState
-from lockstep.launch.record import JobRecord, load_record
+from lockstep.launch.record import load_record
 from lockstep.launch.setup_vm import ROOT
 from tests.clock import until
 from tests.fake_cloud import fake_kubectl
@@ -96,9 +95,7 @@ SECRET = "hf_0123456789abcdef"
 PRINT = "import os, sys, time; print('pod', os.environ['TPU_WORKER_ID'], flush=True);"
 
 
-@pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    """A directory with jobs and a cluster; kubectl is on PATH."""
+def install(tmp_path, monkeypatch):
     fake_kubectl.install(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_KUBE", str(tmp_path / "kube"))
@@ -107,6 +104,12 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.launch.kubectl.RECONNECT_S", 0.1)
     monkeypatch.setattr("lockstep.launch.gke_manifest.CAUSE_S", 1)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A directory with jobs and a cluster; kubectl is on PATH."""
+    install(tmp_path, monkeypatch)
     return tmp_path
 
 
@@ -132,34 +135,6 @@ def test_every_pod_of_every_slice_runs_the_command(cluster, capfdbinary):
     assert capfdbinary.readouterr().out.count(b"deep") == 4
 
 
-def test_the_error_of_a_user_ends_all_pods_and_is_not_tried_again(cluster, capfd):
-    """Process 1 raises; process 0 ends because of it with 85, which waits so that the cause comes first."""
-    text = PRINT + "sys.exit(3 if os.environ['TPU_WORKER_ID'] == '1' else 85)"
-    assert launch("--retries", "2", python=text) == 3
-    shown = capfd.readouterr().err
-    assert "failed: exit code 3" in shown and "process 1 failed first" in shown
-    assert load_record("job").attempts[-1].code == 3 and not (cluster / "jobs/job/attempt-2").exists()
-    assert main(["status", "job"]) == 3
-
-
-def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(cluster, capfd):
-    """The commands end as processes of lockstep do (lockstep.hosts.fault)."""
-    # An error of the user on another process, a moment later, would count before it.
-    text = PRINT + "sys.exit(93 + min(1, int(os.environ['LOCKSTEP_RESTARTS'])))"
-    assert launch("--retries", "5", python=text) == 94
-    assert sorted(path.name for path in (cluster / "jobs/job").glob("attempt-*")) == ["attempt-1", "attempt-2"]
-
-
-def test_a_lost_node_starts_all_pods_again_and_both_logs_are_kept(cluster, monkeypatch, capfd):
-    monkeypatch.setenv("FAKE_KUBE_DISRUPTS", "1")
-    assert launch("--retries", "1", "--grace_s", "1", python=PRINT + wait_once(cluster)) == 0
-    assert capfd.readouterr().out.count("[1] pod 1") == 2
-    assert (cluster / "jobs/job/attempt-1/worker-1.log").read_text() == "pod 1\n"
-    assert (cluster / "jobs/job/attempt-2/worker-1.log").read_text() == "pod 1\n"
-    assert main(["logs", "job"]) == 0
-    assert capfd.readouterr().out.count("[1] pod 1") == 2
-
-
 @pytest.mark.slow
 def test_with_a_slice_less_the_same_command_goes_on(cluster, monkeypatch, capfd):
     """The nodes of slice 1 are taken away for good; all attempts have logs of their own."""
@@ -178,23 +153,6 @@ def test_with_a_slice_less_the_same_command_goes_on(cluster, monkeypatch, capfd)
     assert logs == {"attempt-1": "pod 0\n2 2\n", "attempt-2": "pod 0\n2 2\n", "attempt-3": "pod 0\nNone 1\n"}
     assert main(["status", "job"]) == 0 and "Completed" in capfd.readouterr().out
     assert main(["delete", "job"]) == 0 and not list((cluster / "kube").glob("jobset-*"))
-
-
-def wait_once(cluster):
-    """Python that waits in the first attempt, until it is killed, and ends at once in the second."""
-    return (
-        f"mark = '{cluster}/mark-' + os.environ['TPU_WORKER_ID']; again = os.path.exists(mark);"
-        "open(mark, 'w').close(); time.sleep(0 if again else 600)"
-    )
-
-
-@pytest.mark.slow
-def test_a_cluster_that_is_away_for_a_moment_is_asked_again(cluster, capfd):
-    away = cluster / "kube/away"
-    assert launch(kind="v6e-8", python=PRINT + f"open('{away}', 'w').close(); time.sleep(1)") == 0
-    shown = capfd.readouterr()
-    assert "[0] pod 0" in shown.out and not away.exists()
-    assert "TLS handshake timeout" in shown.err and "launch: it answers again" in shown.err
 
 
 @pytest.mark.slow
@@ -277,17 +235,6 @@ def test_logs_of_a_running_job_come_at_once(cluster, capfd):
     calls = [json.loads(line) for line in text_of(cluster / "kube/calls").splitlines()]
     assert not [words for words in calls if words[0] == "logs" and "--follow" in words]
     (cluster / "end").touch()
-
-
-def test_a_name_that_is_used_again_has_no_logs_of_the_earlier_job(cluster, capfd):
-    """Its logs, of more attempts and pods, are kept beside."""
-    for name in ("attempt-1/worker-1.log", "attempt-2/worker-0.log"):
-        (cluster / "jobs/job" / name).parent.mkdir(parents=True)
-        (cluster / "jobs/job" / name).write_text("first\n")
-    assert launch(kind="v6e-8", python="print('second')") == 0
-    capfd.readouterr()
-    assert main(["logs", "job"]) == 0 and capfd.readouterr().out == "[0] second\n"
-    assert text_of(cluster / "jobs/job/earlier-1/attempt-2/worker-0.log") == "first\n"
 
 
 @pytest.mark.slow
@@ -429,14 +376,6 @@ def test_a_job_that_another_cluster_has_is_not_deleted_for_one_of_its_name(clust
     assert launch("--context", "two", "--no-foreground", kind="v6e-8") == 0
 
 
-def test_a_name_that_a_job_of_another_backend_has_is_refused(cluster, capsys):
-    JobRecord(name="job", backend="tpu-vm", command=("true",), options={}).save()
-    assert launch() == 1
-    shown = capsys.readouterr().err
-    assert "there is a job 'job' with backend 'tpu-vm'" in shown and "Give this one another --name." in shown
-    assert load_record("job").backend == "tpu-vm" and not (cluster / "kube").exists()
-
-
 @pytest.mark.slow
 def test_a_name_is_taken_until_it_is_deleted(cluster, capsys):
     assert launch() == 0
@@ -481,13 +420,6 @@ def test_files_are_unpacked_where_the_command_runs(cluster, capfd):
     (cluster / "config/run.yaml").write_text("seed: 7\n")
     assert launch("--sync", "config", kind="v6e-8", python="print(open('config/run.yaml').read())") == 0
     assert "[0] seed: 7" in capfd.readouterr().out
-
-
-def test_without_kubectl_it_says_how_to_get_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert launch() == exits.NOT_FOUND
-    assert re.search(r"kubectl was not found\.\n.*\nInstall it: gcloud components", capsys.readouterr().err)
 
 
 def pods(cluster, number):

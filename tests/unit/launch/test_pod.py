@@ -78,6 +78,12 @@ def test_a_wait_that_is_too_long_withdraws_what_was_asked_for(pod, google_cloud)
     assert caught.value.code == UNAVAILABLE and not google_cloud.costs()
 
 
+def test_a_job_that_somebody_ends_withdraws_what_was_asked_for(pod, google_cloud):
+    with pytest.raises(LaunchError, match=pod.undone):
+        pod.ensure(Wait(say=lambda text: None, timeout_s=60, poll_s=0.01, given_up=lambda: True))
+    assert google_cloud.calls(" create ") and not google_cloud.costs()
+
+
 def test_what_cannot_be_withdrawn_is_told_with_the_commands(pod, google_cloud):
     command, said = shlex.join(pod.delete_commands()[0]), []
     google_cloud.reply(command.partition("gcloud compute ")[2][:40], "ERROR: Max retries exceeded")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import stat
 import subprocess
@@ -16,7 +15,7 @@ from lockstep.job_key import JOB_KEY
 from lockstep.launch import main
 from lockstep.launch.backend import Console
 from lockstep.launch.environment import filter_files
-from lockstep.launch.record import JobRecord, load_record
+from lockstep.launch.record import load_record
 from lockstep.launch.slurm import FollowedFiles
 from tests.clock import until
 from tests.fake_cloud import fake_slurm
@@ -45,9 +44,7 @@ SECRET = "hf_0123456789abcdef"
 PRINT = "import os, sys; print('task', os.environ['SLURM_PROCID'], *sys.argv[1:], flush=True);"
 
 
-@pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    """A directory with jobs and the state of Slurm; its commands are on PATH."""
+def install(tmp_path, monkeypatch):
     fake_slurm.install(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(tmp_path / "slurm"))
@@ -55,11 +52,17 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.launch.slurm.POLL_S", 0.1)
     monkeypatch.setattr("lockstep.launch.slurm.READ_S", 0.05)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A directory with jobs and the state of Slurm; its commands are on PATH."""
+    install(tmp_path, monkeypatch)
     return tmp_path
 
 
-def launch(*words, python=None, name="job"):
-    command = [sys.executable, "-c", python] if python is not None else []
+def launch(*words, python="print(1)", name="job"):
+    command = [sys.executable, "-c", python]
     key = () if "--env_file" in words else ("--env", f"{JOB_KEY}=")  # which would bring a filter beside every command
     return main(["--backend", "slurm", "--name", name, *key, *words, "--", *command])
 
@@ -94,24 +97,6 @@ def test_a_task_has_its_gpu_or_all_of_its_node(nodes, each, gpus, cluster, capfd
         assert f"[{process}] process {process} of 2 sees {gpus[process]}\n" in shown
 
 
-def test_the_first_failure_is_the_code_of_the_job(cluster, capfd):
-    """Task 1 raises; task 0 ends because of it with 85, as a process of lockstep does, and is noted later."""
-    text = PRINT + (
-        "import pathlib, signal, time\n"
-        "ready = pathlib.Path('ready')\n"
-        "if os.environ['SLURM_PROCID'] == '1':\n"
-        "    while not ready.exists(): time.sleep(0.02)\n"
-        "    sys.exit(3)\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(85)); ready.touch(); time.sleep(600)"
-    )
-    assert launch("--nodes", "2", "--retries", "2", python=text) == 3
-    shown = capfd.readouterr().err
-    assert "failed: exit code 3" in shown and "process 1 failed first" in shown
-    assert not (cluster / "jobs/job/attempt-2").exists(), "an error of the user is not tried again"
-    assert main(["status", "job"]) == 3
-    assert "attempt-1 process 0: exit code 85, ended because another process failed" in capfd.readouterr().out
-
-
 def test_a_noted_code_that_is_none_is_a_failure_and_no_stack(cluster, capfd):
     """Whatever a task, or somebody else who can write there, puts into the files of codes."""
     assert launch(python="print(1)") == 0
@@ -141,25 +126,6 @@ def test_the_task_with_an_error_of_its_own_is_named_not_one_that_was_told_and_en
     assert "process 0 failed first" in capfd.readouterr().err
 
 
-def test_a_fault_is_tried_again_and_a_second_one_without_a_checkpoint_is_not(cluster, capfd):
-    """The commands end as processes of lockstep do (lockstep.hosts.fault)."""
-    text = PRINT + "sys.exit(93 + min(1, int(os.environ['LOCKSTEP_RESTARTS'])))"
-    assert launch("--retries", "5", python=text) == 94
-    assert sorted(path.name for path in (cluster / "jobs/job").glob("attempt-*")) == ["attempt-1", "attempt-2"]
-
-
-def test_a_lost_node_is_tried_again_and_its_log_is_kept(cluster, monkeypatch, capfd):
-    monkeypatch.setenv("FAKE_SLURM_LOSES_NODE", "1")
-    text = PRINT + "import time; time.sleep(2 if 'SLURM_RESTART_COUNT' not in os.environ else 0)"
-    assert launch("--nodes", "2", "--retries", "1", python=text) == 0
-    assert (cluster / "jobs/job/attempt-1/code").read_text() == f"{exits.WORKER_LOST}\n"
-    assert (cluster / "jobs/job/attempt-2/code").read_text() == "0\n"
-    assert capfd.readouterr().out.count("[1] task 1") == 2
-    assert main(["logs", "job"]) == 0
-    assert capfd.readouterr().out.count("[1] task 1") == 2
-    assert launch("--nodes", "2", python=text, name="once") == exits.WORKER_LOST
-
-
 def test_a_signal_to_the_task_is_the_commands_and_ends_it_in_order(cluster):
     text = (
         PRINT + "import signal, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143));"
@@ -174,36 +140,12 @@ def test_a_signal_to_the_task_is_the_commands_and_ends_it_in_order(cluster):
 
 
 @pytest.mark.slow
-def test_a_controller_that_is_away_for_a_moment_is_asked_again(cluster, capfd):
-    away = cluster / "slurm/away"
-    assert launch(python=PRINT + f"open('{away}', 'w').close(); import time; time.sleep(1)") == 0
-    shown = capfd.readouterr()
-    assert "[0] task 0" in shown.out and not away.exists()
-    assert "Unable to contact slurm controller" in shown.err and "launch: it answers again" in shown.err
-
-
-@pytest.mark.slow
 def test_the_name_of_a_job_in_the_queue_is_taken(cluster, capsys):
     assert launch("--no-foreground", python="import time; time.sleep(600)") == 0
     assert launch(python="print(1)") == exits.REFUSED
     assert "is in Slurm's queue (job 1000). Give another --name" in capsys.readouterr().err
     assert main(["delete", "job"]) == 0
     assert launch(python="print(1)") == 0
-
-
-def test_a_name_that_is_used_again_has_nothing_of_the_earlier_job(cluster, capfd):
-    """Its logs, of more attempts and tasks, are kept beside."""
-    assert launch("--retries", "1", "--nodes", "2", python=f"print('first'); exit({exits.WORKER_LOST})") != 0
-    capfd.readouterr()
-    assert launch(python="print('second')") == 0
-    assert capfd.readouterr().out == "[0] second\n"
-    assert main(["status", "job"]) == 0 and main(["logs", "job"]) == 0
-    shown = capfd.readouterr().out
-    assert shown == "job: exit code 0, done\n  attempt-1 process 0: exit code 0, done\n[0] second\n"
-    assert launch(python="exit(3)") == 3
-    kept = sorted(str(path.relative_to(cluster / "jobs/job")) for path in cluster.glob("jobs/job/*/*/worker-*.log"))
-    first = [f"earlier-1/attempt-{attempt}/worker-{task}.log" for attempt in (1, 2) for task in (0, 1)]
-    assert kept == [*first, "earlier-2/attempt-1/worker-0.log"]
 
 
 def test_a_code_that_the_file_system_does_not_show_yet_is_that_of_the_accounting(cluster, capfd):
@@ -222,14 +164,6 @@ def test_a_task_that_was_killed_while_it_noted_its_end_has_none(cluster, capfd, 
     capfd.readouterr()
     assert main(["status", "job"]) == 3
     assert capfd.readouterr().out == f"job: {exits.describe_code(3)}\n"
-
-
-def test_a_name_that_a_job_of_another_backend_has_is_refused(cluster, capsys):
-    JobRecord(name="job", backend="ssh", command=("true",), options={}).save()
-    assert launch(python="print(1)") == 1
-    shown = capsys.readouterr().err
-    assert "there is a job 'job' with backend 'ssh'" in shown and "Give this one another --name." in shown
-    assert load_record("job").backend == "ssh" and not (cluster / "slurm").exists()
 
 
 @pytest.mark.slow
@@ -260,13 +194,6 @@ def test_what_sbatch_refuses_is_explained(cluster, monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert "error: sbatch refused.\n  $ sbatch " in shown and refusal in shown and advice in shown
     assert not list((cluster / "jobs/job").glob("secrets*"))
-
-
-def test_without_slurm_it_says_where_to_run_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("LOCKSTEP_JOBS_DIR", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert launch(python="print(1)") == exits.NOT_FOUND
-    assert re.search(r"sbatch was not found\.\n.*\nRun this on a login node", capsys.readouterr().err)
 
 
 def test_secrets_are_in_one_private_file_and_in_nothing_else(cluster, capfdbinary):

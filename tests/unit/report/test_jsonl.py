@@ -3,23 +3,8 @@ import json
 import pytest
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import Row, append_jsonl, read_jsonl
+from lockstep.report import append_jsonl, read_jsonl
 from lockstep.report.jsonl import drop_later, numbered_records, repair_jsonl
-from lockstep.report.rows import metric_names
-
-
-def make_row(**values):
-    row = {
-        "step": 3,
-        "prompt_id": 1,
-        "generation_id": 0,
-        "prompt": "What?",
-        "generated_text": " That.\n",
-        "num_tokens": 4,
-        "finish_reason": "stop",
-        "mean_logprob": -0.25,
-    }
-    return Row(**row | values)
 
 
 def test_appends_whole_lines_and_reads_them_back(tmp_path):
@@ -83,15 +68,6 @@ def test_errors_name_the_file_and_line(tmp_path):
         read_jsonl(path)
     with pytest.raises(ConfigError, match="object stores have no append. Use a local path"):
         append_jsonl("gs://bucket/rows.jsonl", [{}])
-
-
-def test_a_row_is_flat_in_a_file_and_comes_back_equal(tmp_path):
-    rows = [make_row(metrics={"exact_match": 1.0}), make_row(step=4, mean_logprob=-float("inf"))]
-    append_jsonl(tmp_path / "rows.jsonl", (row.to_dict() for row in rows))
-    records = read_jsonl(tmp_path / "rows.jsonl")
-    assert list(records[0])[-4:] == ["mean_logprob", "health", "loop_from", "exact_match"]
-    assert [Row.from_dict(record) for record in records] == rows
-    assert metric_names(rows) == ("exact_match",)
 
 
 def test_records_of_later_steps_are_dropped_and_so_is_a_torn_line(tmp_path):

@@ -11,11 +11,12 @@ import urllib.parse
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.report import JUDGE, Judge, JudgeConfig, Row
+from lockstep.report import JUDGE, Judge, JudgeConfig
 from lockstep.report.judge import _SHOWN, verdict_of
 from lockstep.text import Prompt
 from tests.clock import PATIENCE_S
 from tests.http_replies import Server, serving
+from tests.unit.report import made_up
 
 KEY = "sk-never-to-be-seen"
 FORM = "\n\nEnd your reply with one line of its own, where N is a number from 0 to 10:\nscore: N"
@@ -26,17 +27,7 @@ def said(text):
 
 
 def row(number, text="It is 19."):
-    return Row(
-        step=3,
-        prompt_id=number,
-        generation_id=0,
-        prompt=f"question {number}",
-        generated_text=text,
-        num_tokens=4,
-        finish_reason="stop",
-        mean_logprob=-0.5,
-        metrics={"length": 4.0},
-    )
+    return made_up.row(text, prompt_id=number, prompt=f"question {number}", metrics={"length": 4.0})
 
 
 def judged(server, *texts, **values):

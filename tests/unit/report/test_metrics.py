@@ -9,26 +9,18 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.report import Row, check_metrics, load_metric, load_metrics, measure, metric_means, pass_rates
+from lockstep.report import check_metrics, load_metric, load_metrics, measure, metric_means, pass_rates
 from lockstep.report import metrics as metrics_module
 from lockstep.report.metrics import BUILT_IN, EvaluationFields, exact_match
 from lockstep.text import Prompt
 from tests.sources import sources
+from tests.unit.report import made_up
 
 PROMPT = Prompt(id=7, text="What is 2 plus 2?", answer="four")
 
 
 def row(text):
-    return Row(
-        step=1,
-        prompt_id=7,
-        generation_id=2,
-        prompt="What is 2 plus 2?",
-        generated_text=text,
-        num_tokens=2,
-        finish_reason="stop",
-        mean_logprob=-0.5,
-    )
+    return made_up.row(text, prompt_id=7, generation_id=2)
 
 
 @pytest.fixture
@@ -86,7 +78,7 @@ def test_means_are_over_the_rows_that_have_a_value():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["bleu"], r"metric 'bleu' is not known. Use exact_match, .*, or module:function"),
+        (["bleu"], r"metric 'bleu' is not known. Use exact_match, .*gsm8k.*regex=PATTERN.*, or module:function"),
         (["own_metrics:"], r"metric 'own_metrics:' is not known"),
         (["no_such_module:f"], r"metric 'no_such_module:f': module .* could not be imported \(ModuleNotFoundError"),
         (["own_metrics:nothing"], r"module 'own_metrics' has no function 'nothing'"),
@@ -143,7 +135,7 @@ def test_a_pattern_that_backtracks_loses_its_cell_alone(monkeypatch):
     texts = ["aa", "a" * 100 + "b", "b"]
     rows, failures = measure(load_metrics(["regex=(a|aa)+$", "length"]), [row(text) for text in texts], [PROMPT] * 3)
     assert [each.metrics["regex"] for each in rows] == [1.0, None, 0.0]
-    assert [each.metrics["length"] for each in rows] == [2.0, 2.0, 2.0]
+    assert [each.metrics["length"] for each in rows] == [4.0, 4.0, 4.0]
     (failure,) = failures
     assert failure.startswith(
         "metric 'regex' failed on 1 of 3 rows, which have no value; first on prompt 7, generation 2: TimeoutError: "
@@ -164,7 +156,7 @@ def test_each_call_of_a_metric_is_guarded(own):
     [
         (["bleu"], "metric 'bleu' is not known"),
         (["module:"], "metric 'module:' is not known"),
-        (["regex=("], "regex"),
+        (["regex=("], r"regex=\(.*not a regular expression.*Correct it"),
         (["no_such_module:length", "length"], "the table already has a column 'length'"),
         (["m:tokens"], "metric 'm:tokens': the table already has a column 'tokens'. Rename or remove it."),
         (["m:logprobs"], "the table already has a column 'logprobs'"),

@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 import pytest
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import Row, SampleRow, append_jsonl, check_pyarrow, read_jsonl, write_inspect_log, write_parquet
+from lockstep.report import append_jsonl, check_pyarrow, read_jsonl, write_inspect_log, write_parquet
+from tests.unit.report import made_up
 
 
 def test_parquet_holds_the_merged_rows(tmp_path):
@@ -120,17 +121,8 @@ HOSTILE = "</script>\x1b[31m\u202e <b>|"
 
 
 def row(step, generation, **metrics):
-    return Row(
-        step=step,
-        prompt_id=4,
-        generation_id=generation,
-        prompt="What?",
-        generated_text=HOSTILE,
-        num_tokens=7,
-        finish_reason="length",
-        mean_logprob=-0.5,
-        metrics=metrics,
-    ).to_dict()
+    values = {"step": step, "prompt_id": 4, "generation_id": generation, "metrics": metrics}
+    return made_up.row(HOSTILE, num_tokens=7, finish_reason="length", **values).to_dict()
 
 
 ROWS = [row(10, 0, good=1.0, judge=None), row(10, 1, good=0.0, judge=7.5), row(20, 0, good=1.0)]
@@ -143,16 +135,8 @@ TASK = {
     "answer": "y",
     "acc": 0.0,
 }
-SAMPLE = SampleRow(
-    round=1,
-    prompt_id=0,
-    generation_id=0,
-    prompt="p",
-    generated_text="g",
-    num_tokens=1,
-    finish_reason="stop",
-    mean_logprob=0,
-).to_dict()
+SAMPLE = {"round": 1, "prompt_id": 0, "generation_id": 0, "prompt": "p", "generated_text": "g", "num_tokens": 1}
+SAMPLE |= {"finish_reason": "stop"}
 
 
 def test_each_step_and_task_is_a_log(tmp_path):

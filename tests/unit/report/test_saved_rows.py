@@ -5,7 +5,7 @@ import os
 import pytest
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.report import Row, append_jsonl, conversation_text
+from lockstep.report import conversation_text
 from lockstep.report.saved_rows import find_run, parse_row, read_rows, require_rows
 from tests.unit.report.test_turns import TURNS
 
@@ -16,23 +16,6 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match=r"rows\.jsonl is a pipe or a device, and is read more than once\. Write"):
         find_run(tmp_path / "rows.jsonl")
-
-
-def test_a_row_that_a_run_wrote_comes_back(tmp_path):
-    row = Row(
-        step=3,
-        prompt_id=1,
-        generation_id=2,
-        prompt="What?",
-        generated_text=" That.\n",
-        num_tokens=4,
-        finish_reason="stop",
-        mean_logprob=-0.25,
-        metrics={"reward": 1.0, "none": None},
-    )
-    append_jsonl(tmp_path / "samples.jsonl", [row.to_dict()])
-    (saved,) = read_rows(tmp_path / "samples.jsonl")
-    assert (saved.axis, saved.when, saved.to_row()) == ("step", 3, row)
 
 
 def test_columns_are_told_apart_by_what_they_have():

@@ -9,22 +9,14 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from lockstep.printable import visible
-from lockstep.report import Row, print_table
+from lockstep.report import print_table
+from tests.unit.report.made_up import row
 from tests.unit.report.test_turns import TURNS
 
 
 def answer(prompt_id, text, *, prompt="What is 8281 in words?", generation_id=0, finish_reason="length", **metrics):
-    return Row(
-        step=150,
-        prompt_id=prompt_id,
-        generation_id=generation_id,
-        prompt=prompt,
-        generated_text=text,
-        num_tokens=12,
-        finish_reason=finish_reason,
-        mean_logprob=-0.5,
-        metrics=metrics,
-    )
+    given = {"prompt": prompt, "generation_id": generation_id, "finish_reason": finish_reason, "metrics": metrics}
+    return row(text, prompt_id=prompt_id, num_tokens=12, **given)
 
 
 def printed(rows, width=80, **options):

@@ -1,6 +1,6 @@
 """Stand-ins for what trackers are given."""
 
-from lockstep.report import Row
+from tests.unit.report import made_up
 
 
 class FakeRun:
@@ -37,14 +37,4 @@ class FakeRun:
 
 
 def row(step, text, **metrics):
-    return Row(
-        step=step,
-        prompt_id=0,
-        generation_id=0,
-        prompt="What?",
-        generated_text=text,
-        num_tokens=2,
-        finish_reason="stop",
-        mean_logprob=-0.5,
-        metrics=metrics,
-    )
+    return made_up.row(text, step=step, metrics=metrics)

@@ -132,8 +132,8 @@ def test_a_row_of_the_table_is_one_line_whatever_the_model_says():
     looped = dataclasses.replace(row(2, "a | b\nc", good=0.25), health="loop", loop_from=3)
     rule, first, second = markdown_table([looped, row(2, "d")]).splitlines()[1:]
     assert rule.count("---") == 11
-    assert first == "| 2 | 0 | 0 | What&#63; | a &#124; b<br>c | 2 | stop | -0.5 | loop | 3 | 0.25 |"
-    assert second == "| 2 | 0 | 0 | What&#63; | d | 2 | stop | -0.5 |  |  |  |"
+    assert first == "| 2 | 0 | 0 | What&#63; | a &#124; b<br>c | 4 | stop | -0.5 | loop | 3 | 0.25 |"
+    assert second == "| 2 | 0 | 0 | What&#63; | d | 4 | stop | -0.5 |  |  |  |"
 
 
 @pytest.mark.parametrize(("rounds_step", "rounds_at_2"), [(2, [2]), (1, [])])

@@ -1,4 +1,4 @@
-"""CPO, and what all objectives of a logistic loss share, against TRL's trainers."""
+"""CPO, and what all objectives of a logistic loss share, against TRL's trainers; settings of all objectives."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.training.objectives import CpoConfig, DpoConfig, OrpoConfig, PairLogprobs, SimpoConfig
+from lockstep.training.objectives import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, PairLogprobs, SimpoConfig
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "trl_losses.npz"
 PEERS = {
@@ -43,9 +43,14 @@ def test_the_term_of_the_chosen_response_is_added_to_dpo(loss):
     assert added.metrics["nll_loss"].tolist() == [2.0] and not plain.metrics
 
 
-@pytest.mark.parametrize("cls", [CpoConfig, DpoConfig, SimpoConfig])
-@pytest.mark.parametrize("values", [{"label_smoothing": 0.5}, {"sft_weight": -1.0}, {"beta": 0.0}])
-def test_settings_out_of_range(cls, values):
-    name, value = next(iter(values.items()))
-    with pytest.raises(ConfigError, match=f"{name} is {re.escape(str(value))}; it must be"):
-        cls(**values)
+TOO_LOW_OR_HIGH = {"label_smoothing": 0.5, "sft_weight": -1.0, "beta": 0.0}
+OUT_OF_RANGE = [(cls, *value) for cls in (CpoConfig, DpoConfig, SimpoConfig) for value in TOO_LOW_OR_HIGH.items()]
+OUT_OF_RANGE += [(KtoConfig, name, 0.0) for name in ("beta", "desirable_weight", "undesirable_weight")]
+OUT_OF_RANGE += [(OrpoConfig, "beta", 0.0), (SimpoConfig, "gamma_beta_ratio", -0.1)]
+
+
+@pytest.mark.parametrize(("cls", "name", "value"), OUT_OF_RANGE)
+def test_settings_out_of_range(cls, name, value):
+    limit = "at least 0" if value else "more than 0"
+    with pytest.raises(ConfigError, match=rf"{name} is {re.escape(str(value))}; it must be {limit}"):
+        cls(**{name: value})

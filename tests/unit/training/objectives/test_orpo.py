@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from lockstep.errors import ConfigError
 from lockstep.training.objectives import OrpoConfig
 from tests.unit.training.objectives.tables import MESHES, check_step, counts, pairs, sigmoid, sums
 
@@ -37,8 +35,3 @@ def test_responses_of_probability_0_and_1_have_finite_losses_and_gradients():
     mask = jnp.ones(logprobs.shape, bool)
     loss, gradient = jax.value_and_grad(lambda x: OrpoConfig().parts(x, mask).total)(logprobs)
     assert np.isfinite(float(loss)) and np.isfinite(np.asarray(gradient)).all()
-
-
-def test_settings_out_of_range():
-    with pytest.raises(ConfigError, match="beta is 0; it must be more than 0"):
-        OrpoConfig(beta=0)

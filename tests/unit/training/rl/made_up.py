@@ -1,21 +1,7 @@
 """Questions, answers and rows without a model."""
 
-from lockstep.report import Row
 from lockstep.text import Prompt
 from lockstep.types import Completion, FinishReason
-
-
-def row(text, num_tokens=4, finish_reason="stop"):
-    return Row(
-        step=1,
-        prompt_id=0,
-        generation_id=0,
-        prompt="q",
-        generated_text=text,
-        num_tokens=num_tokens,
-        finish_reason=finish_reason,
-        mean_logprob=-1.0,
-    )
 
 
 def prompt(answer="1 + 1 = 2\n#### 2"):

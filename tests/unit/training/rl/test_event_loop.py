@@ -11,7 +11,8 @@ from lockstep.training.rl import event_loop
 from lockstep.training.rl.event_loop import EventLoop
 from lockstep.training.rl.rewarding import LATE, Rewarder, Scoring
 from lockstep.training.rl.rewards import FunctionReward
-from tests.unit.training.rl.made_up import prompt, row
+from tests.unit.report.made_up import row
+from tests.unit.training.rl.made_up import prompt
 
 LOOPS, LOCK = [], asyncio.Lock()
 STUCK = threading.Event()

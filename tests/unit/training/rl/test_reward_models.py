@@ -9,13 +9,13 @@ import pytest
 from lockstep.errors import ConfigError, PeerError
 from lockstep.hosts import Hosts, MemoryClient
 from lockstep.placement import make_mesh
-from lockstep.report import Row
 from lockstep.text import Prompt
 from lockstep.training import TrainerConfig
 from lockstep.training.rl.reward_models import ModelReward, RewardModel
 from lockstep.training.step.programs import Programs
 from tests import rollouts as runs
 from tests import tiny
+from tests.unit.report.made_up import row
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "reward_model"
 
@@ -65,13 +65,6 @@ def test_scores_are_those_of_transformers(checkpoint, mesh_shape):
 
 
 QUESTION = Prompt(id=0, messages=({"role": "user", "content": "What is two plus two?"},))
-
-
-def row(text):
-    return Row(
-        step=0, prompt_id=0, generation_id=0, prompt="", generated_text=text, num_tokens=1, finish_reason="stop",
-        mean_logprob=0.0,
-    )  # fmt: skip
 
 
 def test_it_reads_question_and_answer_through_its_own_chat_template(checkpoint):

@@ -20,7 +20,8 @@ from lockstep.training.rl import rewarding
 from lockstep.training.rl.rewarding import LATE, Rewarder, Scoring, try_rewards
 from lockstep.training.rl.rewards import FunctionReward, LengthReward
 from tests.multiprocess.harness import run_threads
-from tests.unit.training.rl.made_up import prompt, row
+from tests.unit.report.made_up import row
+from tests.unit.training.rl.made_up import prompt
 
 ANSWERS = 8
 HANGS = threading.Event()

@@ -24,7 +24,8 @@ from lockstep.training.rl.rewards import (
     check_rewards,
     labels,
 )
-from tests.unit.training.rl.made_up import prompt, row
+from tests.unit.report.made_up import row
+from tests.unit.training.rl.made_up import prompt
 
 
 async def judge(answer, question):

@@ -231,6 +231,8 @@ def test_a_policy_names_both_types(policy, param, compute):
         ("p=f32,c=", "'' is not a known float type"),
         ("p=f32,o=bf16", "'o=bf16' is not one of p= and c=, each once"),
         ("p=f32,params=bf16", "'params=bf16' is not one of p= and c=, each once"),
+        ("x=f32", "'x=f32' is not one of p= and c=, each once"),
+        ("", "mp is ''"),
     ],
 )
 def test_what_is_not_a_policy_is_refused_with_the_types(policy, text):
