@@ -37,17 +37,25 @@ def _own_places(error: BaseException) -> Iterator[str]:
             yield from _own_places(inner)
 
 
+def working_directory() -> str:
+    """The working directory, see `go_back`; empty where it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
 def go_back(directory: str, code: str) -> None:
     """Return to a working directory that a user's code has left, with a warning: the run's own paths start there.
 
     Args:
+        directory: The one before, as `working_directory` gave it.
         code: What may have left it, in the words of the warning.
     """
-    left = ""
-    with contextlib.suppress(OSError):  # it may have been removed
-        left = os.getcwd()
-    if left != directory:
-        os.chdir(directory)
+    left = working_directory()
+    if directory and left != directory:
+        with contextlib.suppress(OSError):  # removed since
+            os.chdir(directory)
         log.warning(
             "%s changed the working directory of the whole process to %r, and lockstep has changed it back to %r. Use "
             "absolute paths in it, and cwd= of subprocess, instead of os.chdir",
@@ -79,7 +87,7 @@ def load_object(name: str, key: str, kind: type | None = None) -> Any:
             f"{key} is {name!r}; it must be module:name, no path. Write {dotted}:{attribute.strip()}, and put the "
             "module beside the configuration, or its directory on PYTHONPATH, on every host."
         )
-    directory = os.getcwd()
+    directory = working_directory()
     try:
         module = importlib.import_module(module_name)
         loaded = getattr(module, attribute, None)

@@ -208,9 +208,13 @@ def _is_path(value: str) -> bool:
 
 
 def _hide_in_record(record: logging.LogRecord) -> bool:
-    if isinstance(record.args, tuple):
-        record.args = tuple(message_of(value) if isinstance(value, BaseException) else value for value in record.args)
-    record.msg, record.args = printable(without_secrets(record.getMessage())), None
+    try:
+        text = record.getMessage()
+    except Exception:  # a value that fails to make its text, such as a user's error
+        values = record.args if isinstance(record.args, tuple) else ()
+        record.args = tuple(message_of(value) if isinstance(value, BaseException) else value for value in values)
+        text = record.getMessage()
+    record.msg, record.args = printable(without_secrets(text)), None
     if record.exc_info and record.exc_info[1] is not None:
         error = record.exc_info[1]
         text = error_text(error) if advice_of(error) else error_stack(error)

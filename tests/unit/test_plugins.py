@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.plugins import load_object, modules_beside, own_error_text
+from lockstep.plugins import go_back, load_object, modules_beside, own_error_text, working_directory
 
 
 def test_a_function_of_a_module_is_found():
@@ -57,6 +57,15 @@ def test_a_module_that_changes_the_directory_has_no_say_in_where_the_run_writes(
     load_object("wanderer:f", "reward")
     assert os.getcwd() == before
     assert f"module 'wanderer' changed the working directory of the whole process to '{tmp_path}'" in caplog.text
+
+
+def test_a_working_directory_that_was_removed_is_none_to_return_to(tmp_path, monkeypatch, caplog):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert working_directory() == ""
+    go_back(working_directory(), "a metric")
+    assert not caplog.text
 
 
 def test_the_line_is_of_the_users_code_also_where_a_library_or_a_group_raised():

@@ -113,8 +113,10 @@ def test_an_error_whose_text_fails_is_logged_all_the_same(caplog):
         def __str__(self):
             raise RuntimeError("not even this")
 
-    get_logger("lockstep.of_a_test").warning("failed: %s", Untold(), exc_info=Untold())
-    assert "failed: <exception str() failed>" in caplog.text
+    log = get_logger("lockstep.of_a_test")
+    log.warning("failed: %s", Untold(), exc_info=Untold())
+    log.warning("failed: %r", KeyError("b"))
+    assert "failed: <exception str() failed>" in caplog.text and "failed: KeyError('b')" in caplog.text
     assert error_text(Untold()) == "Untold: <exception str() failed>" and error_text(KeyboardInterrupt()) == (
         "KeyboardInterrupt"
     )

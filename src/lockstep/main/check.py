@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 from collections.abc import Sequence
 
 from lockstep.check import KINDS, check_command, print_at_once, print_report, write_page
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str], *, console: Console | None = None) -> int:
                 on_finding=lambda finding: write_to_stdout(lambda: print_at_once(finding, console)),
             )
     except KeyboardInterrupt:
-        return 128 + numbers[0]
+        return 128 + (numbers or [signal.SIGINT])[0]
     write_to_stdout(lambda: print_report(result, console))
     if options.json is not None:
         write_file(options.json, json.dumps(result.as_json(), indent=1) + "\n")

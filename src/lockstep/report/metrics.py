@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from lockstep.config_fields import FilePath
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.limits import PROMPT_LINE_BYTES
-from lockstep.plugins import go_back, load_object, own_error_text
+from lockstep.plugins import go_back, load_object, own_error_text, working_directory
 from lockstep.printable import get_logger
 from lockstep.report.answers import Pattern, final_text, last_number, same_number
 from lockstep.report.rows import COLUMNS, FILE_COLUMNS, SAMPLE_COLUMNS, Row, SampleRow, TableRow, metric_names
@@ -261,7 +260,7 @@ def measure[R: AnyRow](
         The rows with their values added, None where there is none; and for each metric that failed, on how many rows,
         and how on the first of them.
     """
-    measured, errors, directory = [], dict[str, list[str]](), os.getcwd()
+    measured, errors, directory = [], dict[str, list[str]](), working_directory()
     for row, prompt in zip(rows, prompts, strict=True):
         values = dict(row.metrics)
         for column, metric in metrics.items():

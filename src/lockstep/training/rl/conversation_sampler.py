@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from jaxtyping import PyTree
 from lockstep.engine import Engine, RolloutEngine
 from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.hosts import environment as facts_of_job
-from lockstep.plugins import go_back
+from lockstep.plugins import go_back, working_directory
 from lockstep.printable import get_logger
 from lockstep.training.rl.conversations import Conversation, Conversations, longest_turns
 from lockstep.training.rl.groups import RolloutSampler
@@ -50,7 +49,7 @@ class ConversationSampler(RolloutSampler):
             PeerError: The environment has failed in all conversations until now; raised on every host.
         """
         assert self._fields.environment is not None
-        (drawn, seed), directory = self._draw(number, attempt), os.getcwd()
+        (drawn, seed), directory = self._draw(number, attempt), working_directory()
         conversations = Conversations(
             self._fields.environment,
             self._rows,

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import inspect
 import math
-import os
 import queue
 import threading
 import time
@@ -19,7 +18,7 @@ from jaxtyping import Bool, Float
 from lockstep.errors import ConfigError, HostError, HostTimeoutError, is_passing
 from lockstep.hosts import Hosts, leader_only
 from lockstep.json_text import FOREIGN, refused
-from lockstep.plugins import go_back, own_error_text
+from lockstep.plugins import go_back, own_error_text, working_directory
 from lockstep.printable import get_logger
 from lockstep.report import Row, as_number
 from lockstep.text import Prompt
@@ -196,7 +195,7 @@ class Rewarder:
         }
         judges = {name: config.weight for name, config in self._configs.items() if config.weight and not config.SHAPING}
         self._judges = judges if filter_by is None else {filter_by: 1.0}
-        self._workers, self._timeout_s, self._directory = workers, timeout_s, os.getcwd()
+        self._workers, self._timeout_s, self._directory = workers, timeout_s, working_directory()
         self._loop = EventLoop()
         self._warned: set[str] = set()
 
