@@ -34,7 +34,7 @@ from lockstep.placement import PP, make_mesh
 from lockstep.placement.device.chips import chip_of
 from lockstep.plan.fsdp import fsdp_bytes
 from lockstep.plan.traffic import traffic
-from lockstep.plan.train_step import bubble, compile_step, flops_on, make_state, peak
+from lockstep.plan.train_step import compile_step, flops_on, make_state, peak
 from lockstep.plan.workload import TrainingWorkload, Workload
 from lockstep.training import OptimizerConfig, TrainerConfig, lm_loss
 from lockstep.xla import Array, CompileCache, Hlo, Op, Summary, Topology, collectives, summed, topology
@@ -134,7 +134,7 @@ def figures(case: Case, found: Topology, summary: Summary) -> dict[str, Any]:
     assert workload.training is not None
     mesh = make_mesh(case.mesh_shape, list(found.devices))
     microbatches = workload.training.trainer.microbatches(mesh) * mesh.shape.get(PP, 1)
-    idle = bubble(workload.training.trainer, mesh)
+    idle = workload.training.bubble(mesh)
     hosts = [device.process_index for device in mesh.devices.flat]
     each = collectives(hlo, len(hosts))
     sums = summed(each, hosts)

@@ -11,7 +11,7 @@ from benchmarks import grpo_step
 from benchmarks.grpo.load import LOADS, GrpoLoad, reward, save_tokenizer
 from benchmarks.grpo.turns import ContestantError, Process
 from lockstep.text import Prompt, encode, load_tokenizer
-from tests.unit.training.rl.made_up import row
+from tests.unit.report.made_up import row
 
 ROOT = Path(__file__).parents[2]
 TINY = GrpoLoad(

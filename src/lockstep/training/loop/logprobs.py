@@ -70,9 +70,9 @@ class LogprobProgram:
         """
         key = _shape(model, batch)
         if key not in self._by_shape:
-            n_rows, length = batch["tokens"].shape
-            packed = {"packed_length": length} if "segment_ids" in batch else {}
-            parts = self._microbatches(n_rows, **packed) if microbatches is None else microbatches
+            n_rows, *_, length = batch["tokens"].shape
+            packed_length = length if "segment_ids" in batch else None
+            parts = self._microbatches(n_rows, packed_length=packed_length) if microbatches is None else microbatches
             compute = functools.partial(self._compute, parts)
             arguments = [model, dict(batch)]
             self._by_shape[key] = self._programs.compile(self._name, compute, arguments, out_shardings=self._sharding)
@@ -92,7 +92,7 @@ class LogprobProgram:
         with self._programs.launching(self._name):
             return fetch(self._by_shape[_shape(model, batch)](model, dict(batch)))
 
-    def _microbatches(self, n_rows: int, *, packed_length: int | None = None) -> int:
+    def _microbatches(self, n_rows: int, *, packed_length: int | None) -> int:
         if self._trainer.per_device_parallelism == "auto":
             # The trainer finds its number by compiling; a forward pass of one row at a time fits beside any.
             return n_rows // data_shards(self._mesh)
