@@ -103,7 +103,7 @@ def test_an_environment_that_fails_drops_its_group_and_training_goes_on(fails, k
         pytest.param(
             "reset",
             False,
-            r"ConfigError: .* all 16 conversations .* OSError: no such world. Correct the environment",
+            r"ConfigError: .* all 16 conversations .* OSError: no such world \(environments\.py, line 27\)\. Correct",
             marks=pytest.mark.slow,  # a server that is down takes the same way out
         ),
         ("outage", True, r"HostTimeoutError: .* ConnectionError: .* Check its server, or raise environment.timeout_s"),
