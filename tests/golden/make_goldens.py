@@ -92,9 +92,9 @@ def main() -> None:
     here = pathlib.Path(__file__).parent
     if sys.argv[1:] == ["variants"]:
         return write_variants(here)
-    wanted = sys.argv[1:] or NAMES
+    families = sys.argv[1:] or NAMES
     for seed, family in enumerate(NAMES):
-        if family not in wanted:
+        if family not in families:
             continue
         target = here / family
         config = transformers.AutoConfig.from_pretrained(target)

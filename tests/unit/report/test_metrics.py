@@ -134,8 +134,8 @@ def test_a_pattern_that_backtracks_loses_its_cell_alone(monkeypatch):
     monkeypatch.setattr(sys.modules["lockstep.report.answers"], "MATCH_S", 0.05)
     texts = ["aa", "a" * 100 + "b", "b"]
     rows, failures = measure(load_metrics(["regex=(a|aa)+$", "length"]), [row(text) for text in texts], [PROMPT] * 3)
-    assert [each.metrics["regex"] for each in rows] == [1.0, None, 0.0]
-    assert [each.metrics["length"] for each in rows] == [4.0, 4.0, 4.0]
+    assert [row.metrics["regex"] for row in rows] == [1.0, None, 0.0]
+    assert [row.metrics["length"] for row in rows] == [4.0, 4.0, 4.0]
     (failure,) = failures
     assert failure.startswith(
         "metric 'regex' failed on 1 of 3 rows, which have no value; first on prompt 7, generation 2: TimeoutError: "

@@ -15,8 +15,8 @@ from tests.unit.report.test_turns import TURNS
 
 
 def answer(prompt_id, text, *, prompt="What is 8281 in words?", generation_id=0, finish_reason="length", **metrics):
-    given = {"prompt": prompt, "generation_id": generation_id, "finish_reason": finish_reason, "metrics": metrics}
-    return row(text, prompt_id=prompt_id, num_tokens=12, **given)
+    values = {"prompt": prompt, "generation_id": generation_id, "finish_reason": finish_reason, "metrics": metrics}
+    return row(text, prompt_id=prompt_id, num_tokens=12, **values)
 
 
 def printed(rows, width=80, **options):
