@@ -21,7 +21,8 @@ from lockstep.health import Vocabulary, measure_health
 from lockstep.hosts import Hosts, Ledger, Watchdog, digest, environment, leader_only, try_leader_only
 from lockstep.printable import get_logger
 from lockstep.report import Metric, SampleRow, load_metrics, measure
-from lockstep.text import StopFinder, cut_at_stop, decode, prompt_end, token_count
+from lockstep.text import StopFinder, token_count
+from lockstep.text.stop import AnswerDecoder
 from lockstep.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Generator:
         stop_ids: tuple[int, ...],
     ) -> None:
         self._hosts, self._config, self._store, self._tokenizer = hosts, config, store, tokenizer
+        self._decoded = AnswerDecoder(tokenizer)
         self._params = [config.sampling_params(stop_ids, round_) for round_ in range(config.n_rounds)]
         self._metrics: Mapping[str, Metric] = load_metrics(config.metrics)
         self._earlier = EarlierAnswers(config.drafts)
@@ -190,8 +192,7 @@ class Generator:
         for completion in sorted(completions, key=lambda completion: (completion.prompt_id, completion.generation_id)):
             asked = self._store[completion.prompt_id]
             prompts.append(asked.prompt)
-            text = cut_at_stop(decode(self._tokenizer, completion.tokens, asked.tokens), self._config.stop)
-            end = prompt_end(self._tokenizer, asked.tokens)
+            text, end = self._decoded(completion.tokens, asked.tokens, self._config.stop)
             rows.append(
                 SampleRow.from_completion(
                     completion,

@@ -28,7 +28,8 @@ from lockstep.report import (
     pass_rates,
     print_table,
 )
-from lockstep.text import Prompt, cut_at_stop, decode, prompt_end, token_texts
+from lockstep.text import Prompt, token_texts
+from lockstep.text.stop import AnswerDecoder
 from lockstep.types import Completion, FinishReason, Request
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Reporter:
         self.errors = 0  # parts of reports that failed; a metric counts once per round
         self.dropped = 0  # reports that were not made because the queue was full
         self._name, self._config, self._tokenizer, self._samples_path = name, config, tokenizer, samples_path
+        self._decoded = AnswerDecoder(tokenizer)
         if samples_path is not None and (writer := _WRITERS.setdefault(samples_path, self))._name != name:
             raise ConfigError(
                 f"output_dir of callback {name!r} is that of {writer._name!r} ({samples_path.parent}), and rows do not "
@@ -229,12 +231,12 @@ class Reporter:
         self._tracker.log({f"{self._name}/{key}": value for key, value in {**own, **values}.items()}, step=step)
 
     def _row(self, step: int, prompt: Prompt, completion: Completion, prompt_tokens: Sequence[int]) -> Row:
-        text = cut_at_stop(decode(self._tokenizer, completion.tokens, prompt_tokens), self._config.stop)
+        text, end = self._decoded(completion.tokens, prompt_tokens, self._config.stop)
         tokens: tuple[tuple[str, float], ...] = ()
         if self._config.token_logprobs:
             texts = token_texts(self._tokenizer, completion.tokens, prompt_tokens)
             tokens = tuple(zip(texts, map(float, completion.logprobs), strict=True))
-        end, keep = prompt_end(self._tokenizer, prompt_tokens), self._config.keep_tokens
+        keep = self._config.keep_tokens
         return Row.from_completion(completion, prompt, text, keep_tokens=keep, prompt_end=end, step=step, tokens=tokens)
 
 

@@ -27,7 +27,6 @@ from lockstep.text.tokenize import template_message_changes as template_message_
 from lockstep.text.tokenizer import check_vocab as check_vocab
 from lockstep.text.tokenizer import decode as decode
 from lockstep.text.tokenizer import part_markers as part_markers
-from lockstep.text.tokenizer import prompt_end as prompt_end
 from lockstep.text.tokenizer import special_tokens as special_tokens
 from lockstep.text.tokenizer import token_count as token_count
 from lockstep.text.tokenizer import token_texts as token_texts

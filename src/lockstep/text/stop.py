@@ -4,14 +4,30 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
+from lockstep.text.answer import cut_at_stop
 from lockstep.text.endings import ending_of
-from lockstep.text.tokenizer import context_of, decode, special_tokens
+from lockstep.text.tokenizer import added_text, context_of, decoder, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"  # the character that stands for an incomplete one in decoded text
 _CHARACTER_BYTES = 4
+_PROMPT_END = 32  # tokens of a prompt in which the markers that open a part of its answer are
+
+
+class AnswerDecoder:
+    """Makes the texts of answers, as rows have them."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._decoded = decoder(tokenizer)
+
+    def __call__(self, tokens: Sequence[int], prompt: Sequence[int], stops: Sequence[str]) -> tuple[str, str]:
+        """The text of an answer up to the first stop string in it, and the end of its prompt's text, where a template
+        may open the reasoning of the answer (`split_answer`).
+        """
+        text = cut_at_stop(added_text(self._decoded, tokens, prompt), stops)
+        return text, self._decoded(prompt[-_PROMPT_END:])
 
 
 class StopFinder:
@@ -29,7 +45,7 @@ class StopFinder:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._decoded = tokenizer, decoder(tokenizer)
         vocab: dict[str, int] = tokenizer.get_vocab()
         self._special = special_tokens(tokenizer)
         self._special_ids = frozenset(self._special.values())
@@ -76,7 +92,7 @@ class StopFinder:
         """
         if start == len(tokens):
             return None
-        context = context_of(self._tokenizer, tokens, after)
+        context, _ = context_of(self._decoded, tokens, after)
         begin, every = len(context), [*context, *tokens]
         start += begin
         first = self._window(every, start, max(map(len, stops)))
@@ -99,10 +115,10 @@ class StopFinder:
             while first > 0 and (tokens[first] in self._special_ids or tokens[first] in self._bytes):
                 first -= 1
             # The first token's text may lose a leading space, or be the end of a character: it does not count.
-            begun = len(decode(self._tokenizer, tokens[first : first + 1])) + _CHARACTER_BYTES
+            begun = len(self._decoded(tokens[first : first + 1])) + _CHARACTER_BYTES
             if len(self._text(tokens[first:start])) >= begun + longest:
                 return first
         return 0
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return decode(self._tokenizer, tokens).rstrip(_REPLACEMENT)
+        return self._decoded(tokens).rstrip(_REPLACEMENT)

@@ -25,7 +25,6 @@ log = get_logger(__name__)
 
 _BACKEND, _FAST = "TokenizersBackend", "PreTrainedTokenizerFast"  # one class; transformers 4 knows the second name
 _CONTEXT = 8  # tokens before a text that are decoded with it, at least
-_PROMPT_END = 32  # tokens of a prompt in which the markers that open a part of its answer are
 _REPLACEMENT = "\ufffd"  # the character that stands for an incomplete one in decoded text
 _CHARACTER_TOKENS = 4
 _SHOWN = 3  # tokens that a warning names
@@ -135,7 +134,7 @@ def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], after: S
         after: The tokens that stand before them, such as those of the prompt. The text is what ``tokens`` add to that
             of ``after``: a decoder as of Llama 2 and Mistral leaves out the space that a text begins with.
     """
-    return added_text(_decoder(tokenizer), tokens, after)
+    return added_text(decoder(tokenizer), tokens, after)
 
 
 def added_text(decoded: Callable[[list[int]], str], tokens: Sequence[int], after: Sequence[int]) -> str:
@@ -144,8 +143,8 @@ def added_text(decoded: Callable[[list[int]], str], tokens: Sequence[int], after
     Args:
         decoded: The text of token ids, of any tokenizer.
     """
-    context = _context(decoded, tokens, after)
-    return decoded([*context, *tokens])[len(decoded(context)) :]
+    context, text = context_of(decoded, tokens, after)
+    return decoded([*context, *tokens])[len(text) :]
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], after: Sequence[int] = ()) -> list[str]:
@@ -154,8 +153,8 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], aft
     A character that several tokens make belongs to the last of them. Joined, the texts are what ``decode`` returns, but
     for tokenizers that spell a token otherwise where more than `_CONTEXT` tokens before it are left out.
     """
-    decoded = _decoder(tokenizer)
-    context = _context(decoded, tokens, after)
+    decoded = decoder(tokenizer)
+    context, _ = context_of(decoded, tokens, after)
     every, begin = [*context, *tokens], len(context)
     texts: list[str] = []
     done = begin  # tokens whose text is complete
@@ -169,29 +168,28 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], aft
     return texts
 
 
-def prompt_end(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int]) -> str:
-    """The end of a prompt's text, where a template may open the reasoning of the answer (`split_answer`)."""
-    return decode(tokenizer, prompt[-_PROMPT_END:])
+def context_of(
+    decoded: Callable[[list[int]], str], tokens: Sequence[int], after: Sequence[int]
+) -> tuple[list[int], str]:
+    """The last of the tokens before others that are decoded with them, from where a character begins, and their text;
+    none where their text is not the same with the others behind it: bytes of SentencePiece that go on.
 
-
-def context_of(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], after: Sequence[int]) -> list[int]:
-    """The last of the tokens before others that are decoded with them, from where a character begins; none where their
-    text is not the same with the others behind it: bytes of SentencePiece that go on.
+    Args:
+        decoded: The text of token ids, as of `decoder`.
     """
-    return _context(_decoder(tokenizer), tokens, after)
-
-
-def _context(decoded: Callable[[list[int]], str], tokens: Sequence[int], after: Sequence[int]) -> list[int]:
+    if not after:
+        return [], ""
     size = _CONTEXT
-    while size < len(after) and decoded(list(after[-size:])).lstrip()[:1] in ("", _REPLACEMENT):
-        size *= 2
     context = list(after[-size:])
-    return context if decoded([*context, *tokens[:1]]).startswith(decoded(context)) else []
+    while (text := decoded(context)).lstrip()[:1] in ("", _REPLACEMENT) and size < len(after):
+        size *= 2
+        context = list(after[-size:])
+    return (context, text) if decoded([*context, *tokens[:1]]).startswith(text) else ([], "")
 
 
-def _decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[int]], str]:
-    """The text of tokens; between markers that are special tokens, that of each part."""
-    markers = part_markers(tokenizer)  # once: it takes longer than to decode ten tokens
+def decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[int]], str]:
+    """What makes texts of token ids (`decode`), for callers of many: to make it takes longer than most texts."""
+    markers = part_markers(tokenizer)
 
     def text_of(tokens: Sequence[int]) -> str:
         with panics_as_errors():

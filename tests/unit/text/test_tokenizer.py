@@ -29,7 +29,6 @@ from lockstep.text import (
     fetch_tokenizer,
     load_tokenizer,
     loading,
-    prompt_end,
     special_tokens,
     stop_ids,
     token_count,
@@ -37,6 +36,7 @@ from lockstep.text import (
     tokenizer_digest,
     write_tokenizer,
 )
+from lockstep.text.stop import AnswerDecoder
 from lockstep.training import ExportConfig, TrainLmConfig
 from tests import made_tokenizers
 from tests.sources import sources
@@ -461,7 +461,8 @@ def test_the_markers_of_gpt_oss_are_part_of_an_answer_and_others_ends_are_not(tm
     assert decode(loaded, tokens) == text and "".join(token_texts(loaded, tokens)) == text
     assert special_tokens(loaded).keys() == {"<|return|>"}
     assert StopFinder(loaded)(tokens, 0, ["<|end|>"]) == tokens.index(made.token_to_id("<|end|>")) + 1
-    assert prompt_end(loaded, loaded.encode("a<|start|>assistant")).endswith("<|start|>assistant")
+    _, end = AnswerDecoder(loaded)([], loaded.encode("a<|start|>assistant"), ())
+    assert end.endswith("<|start|>assistant")
 
     phi = load_tokenizer(
         made_tokenizers.write(tmp_path / "phi", made_tokenizers.byte_level("<|end|>", "<|start|>"), {})

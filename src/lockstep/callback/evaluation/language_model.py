@@ -16,14 +16,13 @@ from lockstep.errors import ConfigError, PromptError
 from lockstep.printable import get_logger, visible
 from lockstep.text import (
     ModelLimits,
-    cut_at_stop,
     decode,
-    prompt_end,
     special_tokens,
     split_answer,
     stop_ids,
     unknown_token,
 )
+from lockstep.text.stop import AnswerDecoder
 from lockstep.text.tokenize import chat_text, count_appended, encode_text
 from lockstep.types import Completion, Request, SamplingParams
 
@@ -57,7 +56,7 @@ class EngineLM(TemplateLM):
         kinds: Callable[[], Iterable[str]],
     ) -> None:
         super().__init__()
-        self.tokenizer = tokenizer
+        self.tokenizer, self._decoded = tokenizer, AnswerDecoder(tokenizer)
         self.max_length, self._rows = limits.max_seq_len, limits.rows
         self.requests = 0  # the number of requests that were answered
         self.truncated = 0  # the number of requests whose beginning was left out
@@ -172,8 +171,7 @@ class EngineLM(TemplateLM):
 
     def _content(self, tokens: Sequence[int], request: Request) -> str:
         """The final answer, without the reasoning before it."""
-        text = cut_at_stop(decode(self.tokenizer, tokens, request.prompt_tokens), request.params.stop)
-        return split_answer(text, prompt_end(self.tokenizer, request.prompt_tokens)).content
+        return split_answer(*self._decoded(tokens, request.prompt_tokens, request.params.stop)).content
 
     def _params(self, arguments: Mapping[str, Any], task: str | None, room: int) -> SamplingParams:
         """A task's generation arguments as ours; what has no effect here is refused."""

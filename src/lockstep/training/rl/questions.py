@@ -14,7 +14,8 @@ from lockstep.hosts import digest
 from lockstep.plugins import load_object, own_error_text
 from lockstep.printable import get_logger
 from lockstep.report import Row
-from lockstep.text import Prompt, cut_at_stop, decode, encode, prompt_end, unknown_token
+from lockstep.text import Prompt, encode, unknown_token
+from lockstep.text.stop import AnswerDecoder
 from lockstep.training.data import GrpoDataConfig
 from lockstep.training.data.chats import make_prompt
 from lockstep.training.data.examples import Example, TokenSequence
@@ -241,9 +242,13 @@ class AnswerRows:
     tokenizer: "PreTrainedTokenizerBase"
     stop: Sequence[str]
 
+    @functools.cached_property
+    def _decoded(self) -> AnswerDecoder:
+        return AnswerDecoder(self.tokenizer)
+
     def row(self, step: int, question: int, completion: Completion) -> tuple[Row, Prompt]:
         """Return an answer as a row, and its question."""
         prompt, tokens = self.questions.prompts[question], self.questions.tokens[question]
-        text = cut_at_stop(decode(self.tokenizer, completion.tokens, tokens), self.stop)
-        row = Row.from_completion(completion, prompt, text, prompt_end=prompt_end(self.tokenizer, tokens), step=step)
+        text, end = self._decoded(completion.tokens, tokens, self.stop)
+        row = Row.from_completion(completion, prompt, text, prompt_end=end, step=step)
         return dataclasses.replace(row, prompt_id=prompt.id), prompt
