@@ -141,7 +141,7 @@ def first_model(load: GrpoLoad, mesh: Mesh) -> Any:
         num_kv_heads=load.kv_heads,
         layer_norm_epsilon=NORM_EPS,
         rope=RotaryConfig(theta=ROPE_THETA),
-        gradient_checkpointing=False,
+        gradient_checkpointing="dots",
     )
 
     weights = {

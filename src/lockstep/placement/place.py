@@ -49,11 +49,7 @@ def place_argument(host_array: np.ndarray, sharding: Sharding) -> jax.Array:
     Raises:
         ConfigError: An axis cannot be divided as the sharding asks.
     """
-    _check_divisible(host_array.shape, sharding)
-    device = next(iter(sharding.addressable_devices))
-    return jax.make_array_from_callback(
-        host_array.shape, sharding, lambda index: _owned(host_array[index or ()], device)
-    )
+    return _place_at_once(host_array.shape, sharding, lambda index: host_array[index])
 
 
 def host_rows(sharding: Sharding, n_rows: int) -> slice:
@@ -85,7 +81,8 @@ def place_local(local_rows: np.ndarray, sharding: Sharding, n_rows: int) -> jax.
         sharding: The sharding of the global array; axis 0 is the row.
 
     Returns:
-        The global array ``[n_rows, ...]``. No collective, no launch.
+        The global array ``[n_rows, ...]``, which no program may overwrite: see `place_argument`. No collective, no
+        launch.
 
     Raises:
         ConfigError: The number of local rows is not that of the rows on this host's devices.
@@ -102,7 +99,8 @@ def place_local(local_rows: np.ndarray, sharding: Sharding, n_rows: int) -> jax.
         start, stop = _bounds(index[0], n_rows)
         return local_rows[(slice(start - rows.start, stop - rows.start), *index[1:])]
 
-    return _place_shards((n_rows, *local_rows.shape[1:]), sharding, read)
+    # The transfers read the caller's memory, which is the caller's again when this returns.
+    return jax.block_until_ready(_place_at_once((n_rows, *local_rows.shape[1:]), sharding, read))
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
@@ -122,6 +120,12 @@ def _place_shards(shape: tuple[int, ...], sharding: Sharding, read: Callable[[In
     # The transfers read the caller's memory, which is the caller's again when this returns.
     jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _place_at_once(shape: tuple[int, ...], sharding: Sharding, read: Callable[[Index], np.ndarray]) -> jax.Array:
+    _check_divisible(shape, sharding)
+    device = next(iter(sharding.addressable_devices))
+    return jax.make_array_from_callback(shape, sharding, lambda index: _owned(read(index or ()), device))
 
 
 def _owned(values: np.ndarray, device: jax.Device) -> np.ndarray:
