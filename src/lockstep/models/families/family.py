@@ -55,6 +55,7 @@ class Family:
     Args:
         tensors: The name of the tensor of each weight, with ``{layer}`` for the number of the layer. Weights of one
             name are rows of one tensor, in the order of this table.
+        packed_experts: Whether a layer's experts are saved in ``gate_up_proj`` and ``down_proj``, as all are read.
         presets: The configurations of well-known checkpoints, by the last part of their path.
     """
 
@@ -62,6 +63,7 @@ class Family:
     model_type: str
     config: type[LlamaConfig]  # the defaults of its variant are the family's
     tensors: Mapping[str, str]
+    packed_experts: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for keys that `config.json` lacks
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}  # fields from a `config.json`
     write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}  # keys of `config.json` from them
