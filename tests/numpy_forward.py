@@ -88,6 +88,11 @@ def dense(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
     return gated(family, mlp, x, PROJECTIONS)
 
 
+def squared(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """Arcee: So et al. 2021, the square of ReLU, without a gate."""
+    return linear(tensors, "mlp.down_proj", np.maximum(linear(tensors, "mlp.up_proj", x), 0) ** 2)
+
+
 def routed(
     scores: Array, top: int, expert: Callable[[int, Array], Array], weights: Callable[[Array], Array], x: Array
 ) -> Array:
@@ -266,6 +271,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         ("granite", "llama", "ministral3", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"), Family()
     ),
+    "arcee": Family(mlp=squared),
     "gemma": Family(gelu_tanh, norm_plus_one=True, scaled_embedding=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     **dict.fromkeys(("olmo2", "olmo3"), Family(norms=OLMO_NORMS, norm_over_heads=True)),

@@ -69,6 +69,7 @@ class Family:
     write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}  # keys of `config.json` from them
     with_images: tuple[str, str] | None = None  # architecture and `model_type` of models that see, with this one inside
     activation_key: str = "hidden_act"
+    activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: ACTIVATIONS)  # names there and here
     epsilon_key: str = "rms_norm_eps"
     presets: Mapping[str, ModelPreset] = dataclasses.field(default_factory=dict)
 
@@ -100,10 +101,10 @@ class Family:
                 "it; lockstep has causal attention only. Choose another checkpoint, or remove the key if it is wrong."
             )
         activation = hf.get(self.activation_key)
-        if activation is not None and activation not in ACTIVATIONS:
+        if activation is not None and activation not in self.activations:
             raise ConfigError(
                 f"the checkpoint has {self.activation_key} {activation!r}; lockstep computes "
-                f"{', '.join(map(repr, ACTIVATIONS))} only. Choose another checkpoint."
+                f"{', '.join(map(repr, self.activations))} only. Choose another checkpoint."
             )
         hidden_dim, num_heads = required(hf, "hidden_size"), required(hf, "num_attention_heads")
         head_dim = hf.get("head_dim")
@@ -121,7 +122,7 @@ class Family:
             "layer_norm_epsilon": hf[self.epsilon_key],
             "tie_word_embeddings": hf["tie_word_embeddings"],
             "initializer_range": hf["initializer_range"],
-            "activation": variant.activation if activation is None else ACTIVATIONS[activation],
+            "activation": variant.activation if activation is None else self.activations[activation],
             **self.read(hf),
         }
         if "rope" not in fields:
@@ -142,7 +143,7 @@ class Family:
         Args:
             vocab_size: The number of rows of the embedding.
         """
-        names = {own_name: hf_name for hf_name, own_name in ACTIVATIONS.items()}
+        names = {own_name: hf_name for hf_name, own_name in self.activations.items()}
         partial = config.rope.partial_rotary_factor
         return {
             "architectures": [self.architecture],

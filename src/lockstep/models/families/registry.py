@@ -27,7 +27,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 NOT_COMPUTED: Final[Mapping[str, str]] = {
     "ApertusForCausalLM": "activations whose settings are stored as single numbers",
-    "ArceeForCausalLM": "MLPs without a gate",
     "DeepseekV32ForCausalLM": "attention to positions that an indexer chooses",
     "Gemma4ForConditionalGeneration": "heads of another size in layers without a window",
     "GraniteMoeHybridForCausalLM": "layers of Mamba 2",

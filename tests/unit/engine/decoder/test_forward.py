@@ -85,6 +85,7 @@ MODELS = {name: FAMILIES[name] for name in EXACT} | {
     ),
     "gelu": dataclasses.replace(LLAMA, variant=Variant(activation="gelu")),
     "relu": dataclasses.replace(LLAMA, variant=Variant(activation="relu")),
+    "arcee": dataclasses.replace(LLAMA, variant=Variant(activation="relu2")),
 }
 ALL = {(family, dtype) for family in MODELS for dtype in ("bfloat16", "float32")}
 

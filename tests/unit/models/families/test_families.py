@@ -28,7 +28,7 @@ BIASED = ["deepseek_v3", "deepseek_v3_lite", "glm4_moe", "glm4_moe_lite", "minim
 QWEN = ["qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"]
 EXPERTS = [*BIASED, *QWEN, "deepseek_v2", "deepseek_v2_lite", "gpt_oss", "hunyuan_v1_moe", "mixtral", "olmoe"]
 EXPERTS += ["mistral4"]
-FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "olmo3", "phi3", "qwen3_5"]
+FAMILIES = [*EXPERTS, "arcee", "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "olmo3", "phi3", "qwen3_5"]
 FAMILIES += ["ernie4_5", "exaone4", "gemma", "granite", "hunyuan_v1_dense", "ministral3", "seed_oss", "smollm3"]
 LLAMAS = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
 """Families whose layers tests/unit/engine has in every layout."""
