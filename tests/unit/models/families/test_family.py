@@ -592,6 +592,7 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, r"\['LlamaForSequenceClassification'\]"),
         ({"architectures": ["MistralForCausalLM"]}, r"\['MistralForCausalLM'\] and model_type 'llama', .*contradict"),
         ({"transformers_weights": "other.safetensors"}, r"transformers_weights 'other\.safetensors', the file"),
+        ({"architectures": ["Gemma4ForCausalLM"]}, r"Gemma4.*needs heads of another size in layers without a window"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, r"DeepseekV32.*needs attention to positions that an indexer"),
         ({**SEES, "model_type": "llama"}, r"\['Qwen3_5ForConditionalGeneration'\] \(model_type 'llama'\)"),
         (SEES, r"has no text_config; lockstep needs it"),
