@@ -45,9 +45,10 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     groups = hf["n_group"], hf["topk_group"]
     if stated or groups != (1, 1):
         raise ConfigError(
-            f"the checkpoint's config.json has {_PART} {max(stated, default=part)}, n_group {groups[0]} and topk_group "
-            f"{groups[1]}; lockstep computes Mistral 4 with {part} of each head rotated, qk_rope_head_dim / "
-            "(qk_nope_head_dim + qk_rope_head_dim), and its experts in one group. Choose another checkpoint."
+            f"the checkpoint's config.json has {_PART} {max(stated, default=part)}, and {groups[0]} groups of experts, "
+            f"of which a token has {groups[1]}; lockstep computes Mistral 4 with {part} of each head rotated, "
+            "qk_rope_head_dim / (qk_nope_head_dim + qk_rope_head_dim), and its experts in one group. Choose another "
+            "checkpoint."
         )
     settings.pop(_PART, None)
     hf = {**hf, _PART: None, "rope_parameters": settings, "rope_scaling": None}

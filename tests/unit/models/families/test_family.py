@@ -678,7 +678,7 @@ def test_what_is_not_deepseek_v2_is_refused_by_name(change: dict[str, Any], text
             {"rope_parameters": YARN},
             r"settings .*'yarn', .* YaRN and llama_4_scaling_beta",
         ),
-        ("mistral4", {"n_group": 5, "topk_group": 2}, r"n_group 5 and topk_group 2; .* its experts in one group"),
+        ("mistral4", {"n_group": 5, "topk_group": 2}, r"5 groups of experts, of which a token has 2; .* in one group"),
         (
             "mistral4",
             {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
