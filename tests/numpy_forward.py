@@ -88,6 +88,11 @@ def dense(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
     return gated(family, mlp, x, PROJECTIONS)
 
 
+def squared(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """Arcee: So et al. 2021, the square of ReLU, without a gate."""
+    return linear(tensors, "mlp.down_proj", np.maximum(linear(tensors, "mlp.up_proj", x), 0) ** 2)
+
+
 def routed(
     scores: Array, top: int, expert: Callable[[int, Array], Array], weights: Callable[[Array], Array], x: Array
 ) -> Array:
@@ -202,6 +207,23 @@ def deepseek_v2(family: Family, config: Config, tensors: Tensors, x: Array) -> A
     return shared + routed(scores, config["num_experts_per_tok"], expert, share, x)
 
 
+def mistral4(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """As DeepSeek V2 with one group and shares of the chosen alone; the experts of a layer are one tensor each way."""
+    moe = tensors.below("mlp")
+    if "gate.weight" not in moe:  # a layer without experts
+        return dense(family, config, tensors, x)
+
+    def expert(index: int, token: Array) -> Array:
+        gate, up = np.split(moe["experts.gate_up_proj"][index] @ token, 2)
+        return moe["experts.down_proj"][index] @ (silu(gate) * up)
+
+    def share(chosen: Array) -> Array:
+        return config["routed_scaling_factor"] * chosen / (chosen.sum() if config["norm_topk_prob"] else 1)
+
+    shared = gated(family, moe.below("shared_experts"), x, PROJECTIONS)
+    return shared + routed(softmax(linear(moe, "gate", x)), config["num_experts_per_tok"], expert, share, x)
+
+
 def in_best_groups(scores: Array, config: Config) -> Array:
     """DeepSeek-AI 2024, section 2.1.2: scores of groups whose two best have no large sum are no scores."""
     groups = scores.reshape(config["n_group"], -1)
@@ -221,18 +243,24 @@ def latent_attention(family: Family, config: Config, tensors: Tensors, x: Array,
     latent, key = np.split(linear(tensors, "kv_a_proj_with_mqa", x), [config["kv_lora_rank"]], -1)
     latent = normalised(family, config, latent, tensors["kv_a_layernorm.weight"])
     kv = linear(tensors, "kv_b_proj", latent).reshape(batch, length, heads, -1)
-    rope = config["rope_parameters"]
+    rope = {**config["rope_parameters"], "partial_rotary_factor": 1.0}  # of the rotated part, not of the head
     q_rotated, key = (
         rotate(part, rope, config.get("rope_interleave", True)) for part in (q[..., nope:], key[:, :, None])
     )
     scores = np.einsum("bqnh,bknh->bnqk", q[..., :nope], kv[..., :nope])
     scores = scores + np.einsum("bqnh,bkh->bnqk", q_rotated, key[:, :, 0])
     all_dims = 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1.0)) + 1
-    scores = scores * all_dims**2 * (nope + rope_size) ** -0.5
+    scores = scores * query_factors(rope, length) * all_dims**2 * (nope + rope_size) ** -0.5
     scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
     return linear(
         tensors, "o_proj", np.einsum("bnqk,bknh->bqnh", softmax(scores), kv[..., nope:]).reshape(batch, length, -1)
     )
+
+
+def query_factors(rope: Config, length: int) -> Array:
+    """Ministral 3 and Mistral 4: the factor of each position's query, ``[length, 1]``."""
+    contexts = np.arange(length)[:, None] // rope.get("original_max_position_embeddings", length)
+    return 1 + (rope.get("llama_4_scaling_beta") or 0.0) * np.log(1 + contexts)
 
 
 GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -243,6 +271,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         ("granite", "llama", "ministral3", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"), Family()
     ),
+    "arcee": Family(mlp=squared),
     "gemma": Family(gelu_tanh, norm_plus_one=True, scaled_embedding=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     **dict.fromkeys(("olmo2", "olmo3"), Family(norms=OLMO_NORMS, norm_over_heads=True)),
@@ -253,6 +282,7 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family(norms=GLM_NORMS, interleaved=True),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), Family(mlp=glm_moe)),
     "deepseek_v2": Family(mlp=deepseek_v2),
+    "mistral4": Family(mlp=mistral4),
     "cohere2": Family(
         centered=True, parallel=True, norms=("input_layernorm", None, None, None), interleaved=True, rotates_full=False
     ),
@@ -353,9 +383,7 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
     if family.norm_after_rope:
         q = normalised(family, config, q, tensors["query_layernorm.weight"])
         k = normalised(family, config, k, tensors["key_layernorm.weight"])
-    if beta := rope.get("llama_4_scaling_beta"):  # Ministral 3
-        contexts = np.arange(length) // rope["original_max_position_embeddings"]
-        q = q * (1 + beta * np.log(1 + contexts))[:, None, None]
+    q = q * query_factors(rope, length)[:, None]
     group = heads // kv_heads
     k, v = np.repeat(k, group, axis=2), np.repeat(v.reshape(batch, length, kv_heads, size), group, axis=2)
     scale = config.get("attention_multiplier") or config.get("query_pre_attn_scalar", size) ** -0.5

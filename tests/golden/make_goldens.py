@@ -34,7 +34,7 @@ NAMES = (
     "llama3 llama_tied mistral qwen2 qwen3 gemma2 gemma3 olmo2 phi3 mixtral qwen3_moe qwen3_moe_mixed "
     "qwen2_moe gpt_oss glm4 glm4_moe cohere2 qwen3_next deepseek_v3 deepseek_v3_lite qwen3_5 qwen3_5_moe "
     "deepseek_v2 deepseek_v2_lite olmo3 gemma granite smollm3 seed_oss ernie4_5 exaone4 glm4_moe_lite "
-    "ministral3 olmoe minimax_m2 hunyuan_v1_dense hunyuan_v1_moe"
+    "ministral3 olmoe minimax_m2 hunyuan_v1_dense hunyuan_v1_moe mistral4 arcee"
 ).split()
 """In this order: the seed of a family is its place, so that a new one comes last."""
 
@@ -100,12 +100,13 @@ def main() -> None:
         config = transformers.AutoConfig.from_pretrained(target)
         shutil.rmtree(target)
         generator = torch.Generator().manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        kind = getattr(transformers, config.architectures[0])
+        model = kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
         randomise(model, generator)
         model.to(torch.bfloat16).save_pretrained(target, max_shard_size="40KB" if family == "mistral" else "1GB")
         (target / "generation_config.json").unlink(missing_ok=True)
 
-        stored = transformers.AutoModelForCausalLM.from_pretrained(
+        stored = kind.from_pretrained(
             target, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         input_ids = torch.randint(0, config.vocab_size, (2, 24), generator=generator)

@@ -17,7 +17,7 @@ from lockstep.engine.replicated_kv_heads import replicate_kv_heads, replicates_k
 from lockstep.errors import ConfigError
 from lockstep.models import STACKED, DecoderWeights, LlamaConfig, part_lanes, quantized_dims, tensor_dims
 from lockstep.models.attention import Heads, check_context, stored_kv_heads
-from lockstep.models.attention.kv import KvSpec
+from lockstep.models.attention.kv import KvSpec, PagedKv
 from lockstep.placement import (
     DecodeMesh,
     LayoutTree,
@@ -95,6 +95,11 @@ class DecodeModel:
     def kv_bytes(self) -> int:
         """Bytes per device of a position in all layers, on average where positions are split."""
         return sum(layer.position_bytes(self.kv_dtype) for layer in self.kept) // self.heads.context
+
+    @property
+    def paged_layers(self) -> int:
+        """The number of layers that keep rows in pages of the pool."""
+        return sum(isinstance(layer, PagedKv) for layer in self.kept)
 
     @functools.cached_property
     def sequence_bytes(self) -> int:

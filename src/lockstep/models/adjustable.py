@@ -226,7 +226,8 @@ class Searched(Ops):
 
     def hidden(self, w: Any, up: Array, gate: Array | None) -> Array:
         if gate is None:
-            return block.xielu(up, w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
+            xielu = (w.xielu_p, w.xielu_n, w.xielu_beta, w.xielu_eps)
+            return block.hidden(self.config.variant.activation, up, gate, xielu)
         return self.activate(gate) * up
 
     def gate(self, x: Array, h: Array, weight: Array) -> Array:

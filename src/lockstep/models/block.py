@@ -23,6 +23,9 @@ ACTIVATIONS: Final[dict[str, Callable[[Array], Array]]] = {
 }
 """The activation of a gated MLP by `Variant.activation`."""
 
+UNGATED: Final[dict[str, Callable[[Array], Array]]] = {"relu2": lambda x: jax.lax.square(jax.nn.relu(x))}
+"""The activation of an MLP without a gate, but for `xielu`, which has parameters."""
+
 type Fix = Callable[[Any], Any]
 """The identity, with which ``numerics: exact`` marks a number that no compiler may join with what is computed of it: a
 product with the sum that it goes into (FMA), a rounding with the widening that follows (XLA drops both)."""
@@ -208,21 +211,23 @@ def hidden(
     A gated MLP is that of GLU variants (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6).
 
     Args:
-        gate: The product with ``gate``; None for xIELU, and for `clamped_swiglu`, where it is in ``up``.
+        gate: The product with ``gate``; None where there is none, and for `clamped_swiglu`, where it is in ``up``.
         xielu_parameters: The arguments of `xielu` after the first.
         elementwise: Applies the activation, which is then computed in float32 and rounded once.
     """
     if activation == "clamped_swiglu":
         return clamped_swiglu(up, elementwise)
-    if gate is None:
+    if activation == "xielu":
         if elementwise is None:
             return xielu(up, *xielu_parameters)
         wide = [array.astype(jnp.float32) for array in (up, *xielu_parameters)]
         return xielu(*wide, elementwise=elementwise).astype(up.dtype)
-    activate = ACTIVATIONS[activation]
+    activate, x = (UNGATED[activation], up) if gate is None else (ACTIVATIONS[activation], gate)
     if elementwise is None:
-        return activate(gate) * up
-    return elementwise(lambda x: activate(x.astype(jnp.float32)).astype(x.dtype), gate) * up
+        activated = activate(x)
+    else:
+        activated = elementwise(lambda x: activate(x.astype(jnp.float32)).astype(x.dtype), x)
+    return activated if gate is None else activated * up
 
 
 def clamped_swiglu(gate_up: Array, elementwise: Elementwise | None = None) -> Array:

@@ -254,6 +254,11 @@ class LlamaConfig(ModelConfig):
         return self.head_size
 
     @property
+    def pair_products(self) -> tuple[float, ...]:
+        """The products of each layer's query heads for a pair of positions, of scores and of values on average."""
+        return (self.num_heads * (self.head_size + self.value_size) / 2,) * self.num_layers
+
+    @property
     def kept_kv_heads(self) -> int:
         """The key/value heads of which a decoder keeps each position, and which devices can split."""
         return self.num_kv_heads

@@ -28,7 +28,7 @@ from lockstep.placement.device import auto_axes
 
 
 class LlamaMlp(eqx.Module):
-    """A gated MLP, such as SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6), or xIELU without a gate."""
+    """A gated MLP, such as SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202, eq. 6), or one without a gate."""
 
     gate: Weight | None
     up: Weight
@@ -48,7 +48,7 @@ class LlamaMlp(eqx.Module):
             return hax.random.normal(keys[number], weight_axes(config, name)) * std
 
         def scalar(value: float) -> NamedArray | None:
-            return None if gated else hax.named(jnp.float32(value), ())
+            return hax.named(jnp.float32(value), ()) if config.variant.activation == "xielu" else None
 
         return cls(
             gate=projection(0, "gate") if gated else None,

@@ -5,9 +5,10 @@ from typing import Literal
 
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
+from lockstep.models.block import UNGATED
 from lockstep.models.rope import RotaryConfig
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "xielu", "clamped_swiglu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "clamped_swiglu"]
 LayerType = Literal["sliding_attention", "full_attention", "linear_attention"]
 
 
@@ -26,7 +27,8 @@ class Variant:
 
     activation: Activation = "silu"
     """The activation of the gated MLP; ``gelu_tanh`` is the approximate GELU of Gemma. ``xielu``
-    (https://arxiv.org/abs/2411.13010, Apertus) has parameters in each layer, and no gate. ``clamped_swiglu`` is that of
+    (https://arxiv.org/abs/2411.13010, Apertus) has parameters in each layer, and no gate; ``relu2``, the square of ReLU
+    (https://arxiv.org/abs/2109.08668, Arcee), has no gate either. ``clamped_swiglu`` is that of
     gpt-oss's experts, whose gate and up are one weight; router and experts then have biases."""
     pre_norm: bool = True
     """Whether an RMSNorm comes before attention and before the MLP. OLMo 2 has none."""
@@ -140,7 +142,7 @@ class Variant:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.activation != "xielu"
+        return self.activation not in ("xielu", *UNGATED)
 
     @property
     def fused_gate(self) -> bool:

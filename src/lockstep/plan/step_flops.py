@@ -32,11 +32,10 @@ def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> 
     again = recomputes_layers(config.gradient_checkpointing)
     forwards = 2 if recomputes_attention(config.gradient_checkpointing) else 1
     tokens = training.trainer.train_batch_size * training.sequences_per_row * training.length
-    per_head = (
-        attention_products(config.attn_backend, training.length, kind.window, forwards=forwards)
-        for kind in layer_kinds(config)
+    pairs = sum(
+        products * attention_products(config.attn_backend, training.length, kind.window, forwards=forwards)
+        for products, kind in zip(config.pair_products, layer_kinds(config), strict=True)
     )
-    pairs = config.num_heads * (config.head_size + config.value_size) / 2 * sum(per_head)
     backwards, adapters = 2, 0.0
     if training.lora is not None:
         backwards = 1

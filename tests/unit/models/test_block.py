@@ -70,6 +70,7 @@ def test_scales_and_caps() -> None:
 
 def test_the_gate_is_activated() -> None:
     np.testing.assert_allclose(block.hidden("relu", jnp.full(3, 2.0), jnp.array([-1.0, 0.0, 3.0])), [0, 0, 6])
+    np.testing.assert_allclose(block.hidden("relu2", jnp.array([-1.0, 0.0, 3.0]), None), [0, 0, 9])
     p, n, beta, eps = (jnp.float32(each) for each in (0.2, -1.0, 0.5, -1e-6))
     x = jnp.array([-1.0, 2.0])
     alpha_p, alpha_n = np.log1p(np.exp(0.2)), 0.5 + np.log1p(np.exp(-1.0))

@@ -126,7 +126,7 @@ def build_programs(
     copy_pages = None
     if sizes.page_copies:
         pages, copies = KvAndStates.of(pool).kv, _packed(CopyPagesBatch.empty(sizes), decode_mesh)
-        function = copy_pages_function(len(model.config.layers_of("k")), sizes, attention)
+        function = copy_pages_function(model.paged_layers, sizes, attention)
         specs, out = (pages.sharding.spec, copies.sharding.spec), pages.sharding
         mapped = jax.shard_map(function, mesh=decode_mesh.mesh, in_specs=specs, out_specs=out.spec, check_vma=False)
         copy_pages = compiled("copy_pages", mapped, [pages, copies], donate=(0,), out_shardings=out)
@@ -168,7 +168,7 @@ def _pool(model: DecodeModel, sizes: Capacity, attention: Attention) -> Any:
     decode_mesh, (kept, size) = model.decode_mesh, attention.stored_kv_heads.shape
     pages = jax.ShapeDtypeStruct(
         (
-            decode_mesh.replicas * len(model.config.layers_of("k")) * sizes.pages,
+            decode_mesh.replicas * model.paged_layers * sizes.pages,
             sizes.page_size // decode_mesh.context,
             decode_mesh.tensor * kept,
             size,

@@ -234,7 +234,7 @@ def _product(shape: ProductShape, x: Array, weight: Array, *, whole: bool) -> Ar
 
 
 def _activation(name: str, x: Array) -> Array:
-    gate = None if name in ("xielu", "clamped_swiglu") else x
+    gate = x if name in block.ACTIVATIONS else None
     parameters = (
         tuple(jnp.asarray(parameter, x.dtype) for parameter in (0.8, -1.0, 0.5, -1e-6)) if name == "xielu" else ()
     )

@@ -282,7 +282,7 @@ class MemoryModel:
         """Bytes of K and V of a layer at so many positions in the compute dtype, where they are kept in another."""
         if self.model.kv_dtype == self.model.dtype:
             return 0
-        return positions * self.model.heads.kept.position_bytes(self.model.dtype)
+        return positions * max(layer.position_bytes(self.model.dtype) for layer in self.model.kept)
 
     def _context_bytes(self, sizes: Capacity) -> int:
         """Bytes of the context of one slot as decode gathers it once per launch, in whole chunks where it is long.

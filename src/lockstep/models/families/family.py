@@ -55,6 +55,7 @@ class Family:
     Args:
         tensors: The name of the tensor of each weight, with ``{layer}`` for the number of the layer. Weights of one
             name are rows of one tensor, in the order of this table.
+        packed_experts: Whether a layer's experts are saved in ``gate_up_proj`` and ``down_proj``, as all are read.
         presets: The configurations of well-known checkpoints, by the last part of their path.
     """
 
@@ -62,11 +63,13 @@ class Family:
     model_type: str
     config: type[LlamaConfig]  # the defaults of its variant are the family's
     tensors: Mapping[str, str]
+    packed_experts: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for keys that `config.json` lacks
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}  # fields from a `config.json`
     write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}  # keys of `config.json` from them
     with_images: tuple[str, str] | None = None  # architecture and `model_type` of models that see, with this one inside
     activation_key: str = "hidden_act"
+    activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: ACTIVATIONS)  # names there and here
     epsilon_key: str = "rms_norm_eps"
     presets: Mapping[str, ModelPreset] = dataclasses.field(default_factory=dict)
 
@@ -98,10 +101,10 @@ class Family:
                 "it; lockstep has causal attention only. Choose another checkpoint, or remove the key if it is wrong."
             )
         activation = hf.get(self.activation_key)
-        if activation is not None and activation not in ACTIVATIONS:
+        if activation is not None and activation not in self.activations:
             raise ConfigError(
                 f"the checkpoint has {self.activation_key} {activation!r}; lockstep computes "
-                f"{', '.join(map(repr, ACTIVATIONS))} only. Choose another checkpoint."
+                f"{', '.join(map(repr, self.activations))} only. Choose another checkpoint."
             )
         hidden_dim, num_heads = required(hf, "hidden_size"), required(hf, "num_attention_heads")
         head_dim = hf.get("head_dim")
@@ -119,7 +122,7 @@ class Family:
             "layer_norm_epsilon": hf[self.epsilon_key],
             "tie_word_embeddings": hf["tie_word_embeddings"],
             "initializer_range": hf["initializer_range"],
-            "activation": variant.activation if activation is None else ACTIVATIONS[activation],
+            "activation": variant.activation if activation is None else self.activations[activation],
             **self.read(hf),
         }
         if "rope" not in fields:
@@ -140,7 +143,7 @@ class Family:
         Args:
             vocab_size: The number of rows of the embedding.
         """
-        names = {own_name: hf_name for hf_name, own_name in ACTIVATIONS.items()}
+        names = {own_name: hf_name for hf_name, own_name in self.activations.items()}
         partial = config.rope.partial_rotary_factor
         return {
             "architectures": [self.architecture],

@@ -25,17 +25,27 @@ class Ministral3Config(LlamaConfig):
     rope: RotaryConfig = dataclasses.field(default_factory=lambda: RotaryConfig(theta=1e6, yarn=_YARN))
 
 
-def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
-        hf = {**hf, "rope_parameters": {"rope_theta": 1e6, **(rope_to_hf(Ministral3Config().rope) or {})}}
-    rope, settings = rope_from_hf(hf), hf.get("rope_scaling") or hf["rope_parameters"]
+def with_query_factor(rope: RotaryConfig, settings: Mapping[str, Any], family: str) -> RotaryConfig:
+    """Rotary embeddings with the factor of later queries that the settings of a ``config.json`` have.
+
+    Raises:
+        ConfigError: They have none.
+    """
     if rope.yarn is None or settings.get(_KEY) is None:
         raise ConfigError(
             f"the checkpoint's config.json has the rotary settings {settings}, of rope_scaling or rope_parameters; "
-            f"lockstep computes Ministral 3 with YaRN and {_KEY}. Add what is missing, or choose another checkpoint."
+            f"lockstep computes {family} with YaRN and {_KEY}. Add what is missing, or choose another checkpoint."
         )
     yarn = dataclasses.replace(rope.yarn, llama_4_scaling_beta=settings[_KEY] or None)
-    return {"rope": dataclasses.replace(rope, yarn=yarn), **windows(hf["sliding_window"], None)}
+    return dataclasses.replace(rope, yarn=yarn)
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
+        hf = {**hf, "rope_parameters": {"rope_theta": 1e6, **(rope_to_hf(Ministral3Config().rope) or {})}}
+    settings = hf.get("rope_scaling") or hf["rope_parameters"]
+    rope = with_query_factor(rope_from_hf(hf), settings, "Ministral 3")
+    return {"rope": rope, **windows(hf["sliding_window"], None)}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:

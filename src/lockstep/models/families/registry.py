@@ -27,13 +27,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 NOT_COMPUTED: Final[Mapping[str, str]] = {
     "ApertusForCausalLM": "activations whose settings are stored as single numbers",
-    "ArceeForCausalLM": "MLPs without a gate",
     "DeepseekV32ForCausalLM": "attention to positions that an indexer chooses",
-    "Gemma4ForConditionalGeneration": "heads of another size in layers without a window",
+    **dict.fromkeys(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "heads of another size in layers without a window"
+    ),
     "GraniteMoeHybridForCausalLM": "layers of Mamba 2",
-    "mistral4": "a latent whose later queries have a factor",
 }
-"""The parts of well-known architectures, and of a ``model_type``, that lockstep does not compute."""
+"""The parts of well-known architectures that lockstep does not compute."""
 
 PRESETS: Final[Mapping[str, ModelPreset]] = {
     name: preset for family in FAMILIES.values() for name, preset in family.presets.items()
@@ -104,8 +104,8 @@ def family_of_hf(hf: Mapping[str, Any]) -> Family:
     own = next((family for family in FAMILIES.values() if family.model_type == kind), None)
     if own is not None and names in ([], [own.architecture.replace("ForCausalLM", "Model")]):
         return own  # as in transformers, which looks at model_type; the second is saved without an output layer
-    if len(names) != 1 or names[0] not in FAMILIES or kind in NOT_COMPUTED:
-        lacks = "".join(f", which needs {NOT_COMPUTED[name]}" for name in (*names, kind) if name in NOT_COMPUTED)
+    if len(names) != 1 or names[0] not in FAMILIES:
+        lacks = "".join(f", which needs {NOT_COMPUTED[name]}" for name in names if name in NOT_COMPUTED)
         raise ConfigError(
             f"the checkpoint has architectures {names} (model_type {hf.get('model_type')!r}){lacks}; lockstep computes "
             f"{', '.join(FAMILIES)}. Choose a checkpoint of one of these."

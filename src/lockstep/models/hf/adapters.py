@@ -15,6 +15,7 @@ from safetensors.numpy import save
 from lockstep.errors import ConfigError
 from lockstep.files import write_file
 from lockstep.models.config import LlamaConfig
+from lockstep.models.families.family import Family
 from lockstep.models.families.registry import family_of
 from lockstep.models.hf.files import ADAPTER_NAME, CheckpointFiles
 from lockstep.models.hf.names import parameters, stored_shapes
@@ -107,7 +108,7 @@ def save_peft(
         ConfigError: PEFT has no such adapters.
     """
     family, adapters = family_of(config), lora.modules_of(config)
-    _check_peft([weight_of(name) for name in adapters], family.tensors)
+    _check_peft([weight_of(name) for name in adapters], family)
     adapted = parameters(skeleton(1, config), family.tensors)
     by_weight, shapes = {parameter.name: parameter for parameter in adapted}, stored_shapes(adapted)
     together: dict[str, list[str]] = {}  # the adapters whose weights are rows of one tensor
@@ -195,14 +196,16 @@ def _joined(
     return low, high
 
 
-def _check_peft(weights: Sequence[str], tensors: Mapping[str, str]) -> None:
+def _check_peft(weights: Sequence[str], family: Family) -> None:
     """Refuse adapters that PEFT would not load whole, for transformers 5 puts all experts into two parameters."""
-    if not any("{expert}" in tensors[weight] for weight in weights):
+    if not any("{expert}" in family.tensors[weight] for weight in weights):
         return
     mlps = [weight for weight in weights if weight in MLP_WEIGHTS or weight.startswith("shared_")]
     joined = [weight for weight in weights if weight in ("expert_gate", "expert_up")]
     why = ""
-    if mlps:
+    if family.packed_experts:
+        why = f"transformers has no names of single experts of {family.model_type}"
+    elif mlps:
         why = "the MLPs beside experts have adapters, which PEFT skips where the experts have some"
     elif len(joined) == 1:
         why = "gate_proj and up_proj of experts are one parameter in transformers, and one of the two has no adapters"

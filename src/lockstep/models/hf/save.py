@@ -18,7 +18,7 @@ from lockstep.models.hf.files import INDEX_NAME
 from lockstep.models.hf.load import LOG_INTERVAL_S
 from lockstep.models.hf.save_target import CONFIG_NAME, SaveTarget, save_target
 from lockstep.models.hf.save_writer import PIECE_BYTES, FileWriter, Gathered, Pieces, Read, Source
-from lockstep.models.hf.saved_tensor import SavedTensor, index_text, saved_tensors, split_into_files
+from lockstep.models.hf.saved_tensor import SavedTensor, index_text, pieces_of, saved_tensors, split_into_files
 from lockstep.models.llama import LlamaLMHeadModel
 from lockstep.models.lora import LoraModel, merge_adapters
 from lockstep.placement.device import own_settings
@@ -146,12 +146,7 @@ class _Save:
     def pieces(self) -> Pieces:
         """Return what each host writes."""
         return [
-            [
-                (tensor, start, stop)
-                for tensors in self._files_of(process).values()
-                for tensor in tensors
-                for start, stop in tensor.pieces(PIECE_BYTES)
-            ]
+            [piece for tensors in self._files_of(process).values() for piece in pieces_of(tensors, PIECE_BYTES)]
             for process in range(self._hosts.count)
         ]
 

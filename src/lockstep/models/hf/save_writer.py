@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.hosts import Hosts, HostThread, Ledger, Phase, Stopped, Watchdog, ready_on_all
 from lockstep.models.hf.row_layout import RowGather
 from lockstep.models.hf.save_target import SaveTarget
-from lockstep.models.hf.saved_tensor import SavedTensor, file_header
+from lockstep.models.hf.saved_tensor import SavedTensor, file_header, pieces_of
 from lockstep.placement import place_argument
 from lockstep.placement.device import Program, compile_program
 
@@ -53,13 +53,12 @@ class FileWriter(HostThread):
     def _write(self, name: str, tensors: Sequence[SavedTensor]) -> None:
         with self._target.create(name) as file:
             file.write(file_header(tensors))
-            for tensor in tensors:
-                for start, stop in tensor.pieces(PIECE_BYTES):
-                    self._raise_if_stopped()
-                    rows = self._read(tensor, start, stop)
-                    file.write(_as_bytes(rows))
-                    self._end_step()
-                    self.written += rows.nbytes
+            for tensor, start, stop in pieces_of(tensors, PIECE_BYTES):
+                self._raise_if_stopped()
+                rows = self._read(tensor, start, stop)
+                file.write(_as_bytes(rows))
+                self._end_step()
+                self.written += rows.nbytes
 
 
 class Handover:

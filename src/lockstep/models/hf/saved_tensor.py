@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.models.families.registry import family_of
 from lockstep.models.hf.files import SINGLE_NAME
 from lockstep.models.hf.names import Parameter, parameters
+from lockstep.models.hf.stored_names import StoredName, stored_names
 from lockstep.models.llama import LlamaLMHeadModel
 
 MIN_PART_BYTES = 64 << 20
@@ -29,6 +30,7 @@ class SavedTensor:
     layer: int | None  # number of the layer; None where the parameter is not per layer
     dtype: np.dtype[Any]
     vocab_size: int  # number of rows of the vocabulary that are stored; the parameter may have more
+    packed: bool = False  # whether all experts of the family are one tensor ``[expert, output, input]``
 
     @property
     def place(self) -> int | None:
@@ -44,6 +46,13 @@ class SavedTensor:
     def name(self) -> str:
         """The first of them."""
         return self.names[0]
+
+    @property
+    def written(self) -> list[StoredName]:
+        """The tensors of the file that have its rows: those of `names`, or the one that all experts are packed in."""
+        plain = [StoredName(name) for name in self.names]
+        packed = (place for place in stored_names(self.name) if self.packed and place.expert is not None)
+        return [first] if (first := next(packed, None)) else plain
 
     @property
     def row_axis(self) -> str:
@@ -71,7 +80,11 @@ class SavedTensor:
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
     def rows_in(self, most_bytes: int) -> int:
-        """Return the number of entries of the row axis in so many bytes: at least one, at most all."""
+        """Return the number of entries of the row axis in so many bytes: at least one, at most all; one where rows of
+        another parameter come after those of each.
+        """
+        if self.written[0].half is not None:
+            return 1
         return min(self.rows, max(1, most_bytes * self.rows // max(1, self.nbytes)))
 
     def to_stored(self, block: np.ndarray) -> np.ndarray:
@@ -92,23 +105,38 @@ def saved_tensors(model: LlamaLMHeadModel, dtype: Any, vocab_size: int) -> list[
         dtype: The dtype of the stored tensors; None keeps that of each parameter.
         vocab_size: The number of rows of the vocabulary that are stored.
     """
+    family = family_of(model.config)
     tensors = [
         SavedTensor(
             parameter=parameter,
             layer=layer,
             dtype=np.dtype(parameter.value.array.dtype if dtype is None else dtype),
             vocab_size=vocab_size,
+            packed=family.packed_experts,
         )
-        for parameter in parameters(model, family_of(model.config).tensors)
+        for parameter in parameters(model, family.tensors)
         for layer in parameter.layers
     ]
-    first = {tensor.name: place for place, tensor in reversed(list(enumerate(tensors)))}
+    first = {tensor.written[0].name: place for place, tensor in reversed(list(enumerate(tensors)))}
 
     def place(tensor: SavedTensor) -> tuple[int, int, int]:
         # The rows of one tensor follow each other.
-        return -1 if tensor.layer is None else tensor.layer, first[tensor.name], tensor.parameter.first_row
+        stored, before = tensor.written[0], tensor.parameter.first_row
+        return -1 if tensor.layer is None else tensor.layer, first[stored.name], stored.half or before
 
     return sorted(tensors, key=place)
+
+
+def pieces_of(tensors: Sequence[SavedTensor], most_bytes: int) -> Iterator[tuple[SavedTensor, int, int]]:
+    """Yield what is written of a file's tensors, in its order: a tensor, and entries of its row axis from and to."""
+    for _, group in itertools.groupby(tensors, key=_first_written):
+        parts = [[(tensor, *piece) for piece in tensor.pieces(most_bytes)] for tensor in group]
+        in_turns = parts[0][0][0].written[0].half is not None
+        yield from itertools.chain.from_iterable(zip(*parts, strict=True) if in_turns else parts)
+
+
+def _first_written(tensor: SavedTensor) -> str:
+    return tensor.written[0].name
 
 
 def split_into_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: int) -> dict[str, list[SavedTensor]]:
@@ -122,7 +150,7 @@ def split_into_files(tensors: Sequence[SavedTensor], max_bytes: int, writers: in
     share = total / max(1, min(writers, total // MIN_PART_BYTES))
     groups: list[list[SavedTensor]] = [[]]
     in_group = before = 0
-    for _, rows in itertools.groupby(tensors, key=lambda tensor: tensor.name):
+    for _, rows in itertools.groupby(tensors, key=_first_written):
         parts = list(rows)
         nbytes = sum(part.nbytes for part in parts)
         full = in_group + nbytes > max_bytes or before + nbytes / 2 > share * len(groups)
@@ -141,16 +169,18 @@ def file_header(tensors: Sequence[SavedTensor]) -> bytes:
     """Return what is in a safetensors file before its tensors (https://github.com/huggingface/safetensors#format)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for names, group in itertools.groupby(tensors, key=lambda tensor: tensor.names):
+    for _, group in itertools.groupby(tensors, key=_first_written):
         parts = list(group)
+        written = parts[0].written
         rows, nbytes = (
-            sum(sizes) // len(names) for sizes in zip(*((p.shape[0], p.nbytes) for p in parts), strict=True)
+            sum(sizes) // len(written) for sizes in zip(*((p.shape[0], p.nbytes) for p in parts), strict=True)
         )
-        for name in names:
+        experts = [] if written[0].expert is None else [parts[0].rows]
+        for place in written:
             start, end = end, end + nbytes
-            entries[name] = {
+            entries[place.name] = {
                 "dtype": _DTYPES[parts[0].dtype.name],
-                "shape": [rows, *parts[0].shape[1:]],
+                "shape": [*experts, rows // math.prod(experts), *parts[0].shape[1:]],
                 "data_offsets": [start, end],
             }
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -160,6 +190,6 @@ def file_header(tensors: Sequence[SavedTensor]) -> bytes:
 
 def index_text(files: Mapping[str, Sequence[SavedTensor]]) -> str:
     """Return the content of ``model.safetensors.index.json``."""
-    weight_map = {name: file for file, group in files.items() for tensor in group for name in tensor.names}
+    weight_map = {place.name: file for file, group in files.items() for tensor in group for place in tensor.written}
     total = sum(tensor.nbytes for group in files.values() for tensor in group)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"

@@ -117,10 +117,9 @@ def flops_per_token(model: LlamaConfig, vocab_size: int, length: int, adapters: 
         adapters: The numbers of the adapters that a token is multiplied with, where they alone are trained; None where
             all weights are.
     """
-    queries = model.num_heads * (model.head_size + model.value_size) / 2
     weights = layer_products(model) + model.hidden_dim * vocab_size
     products = 6.0 * weights if adapters is None else 4.0 * weights + 6.0 * adapters
-    return products + 12.0 * model.num_layers * queries * length
+    return products + 12.0 * sum(model.pair_products) * length
 
 
 UNKNOWN = "–"

@@ -70,6 +70,11 @@ MODELS = {name: FAMILIES[name] for name in EXACT} | {
     "ministral": dataclasses.replace(
         LLAMA, rope=RotaryConfig(yarn=YarnScaling(original_max_position_embeddings=8, llama_4_scaling_beta=0.5))
     ),
+    "mistral4": dataclasses.replace(
+        FAMILIES["latent"],
+        rope=RotaryConfig(yarn=YarnScaling(original_max_position_embeddings=8, llama_4_scaling_beta=0.5)),
+        experts=dataclasses.replace(FAMILIES["latent"].experts, scoring="softmax", groups=1, groups_per_tok=1),
+    ),
     "hunyuan": dataclasses.replace(LLAMA, qk_norm=True, variant=Variant(norm_after_rope=True)),
     "granite": dataclasses.replace(
         LLAMA, variant=Variant(embed_scale=3.0, attention_scale=0.3, residual_scale=0.7, logit_scale=0.6)
@@ -80,6 +85,7 @@ MODELS = {name: FAMILIES[name] for name in EXACT} | {
     ),
     "gelu": dataclasses.replace(LLAMA, variant=Variant(activation="gelu")),
     "relu": dataclasses.replace(LLAMA, variant=Variant(activation="relu")),
+    "arcee": dataclasses.replace(LLAMA, variant=Variant(activation="relu2")),
 }
 ALL = {(family, dtype) for family in MODELS for dtype in ("bfloat16", "float32")}
 

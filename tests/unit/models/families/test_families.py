@@ -27,7 +27,8 @@ GOLDEN = Path(__file__).parents[3] / "golden"
 BIASED = ["deepseek_v3", "deepseek_v3_lite", "glm4_moe", "glm4_moe_lite", "minimax_m2"]
 QWEN = ["qwen2_moe", "qwen3_moe", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"]
 EXPERTS = [*BIASED, *QWEN, "deepseek_v2", "deepseek_v2_lite", "gpt_oss", "hunyuan_v1_moe", "mixtral", "olmoe"]
-FAMILIES = [*EXPERTS, "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "olmo3", "phi3", "qwen3_5"]
+EXPERTS += ["mistral4"]
+FAMILIES = [*EXPERTS, "arcee", "cohere2", "gemma2", "gemma3", "glm4", "olmo2", "olmo3", "phi3", "qwen3_5"]
 FAMILIES += ["ernie4_5", "exaone4", "gemma", "granite", "hunyuan_v1_dense", "ministral3", "seed_oss", "smollm3"]
 LLAMAS = ["llama3", "llama_tied", "mistral", "qwen2", "qwen3"]
 """Families whose layers tests/unit/engine has in every layout."""
@@ -206,6 +207,7 @@ def test_peft_adds_what_the_merged_model_has(family: str, modules: tuple[str, ..
         ("qwen3_moe", ("q_proj", "up_proj"), "gate_proj and up_proj of experts are one parameter in transformers"),
         ("qwen3_moe_mixed", MLPS.target_modules, "the MLPs beside experts have adapters, which PEFT skips"),
         ("qwen2_moe", ("down_proj",), "the MLPs beside experts have adapters, which PEFT skips"),
+        ("mistral4", ("gate_proj", "up_proj"), "transformers has no names of single experts of mistral4"),
     ],
 )
 def test_what_peft_would_not_load_whole_is_refused(family: str, modules: tuple[str, ...], why: str) -> None:

@@ -25,6 +25,7 @@ from lockstep.models import (
     skeleton,
 )
 from lockstep.models.families.ministral3 import Ministral3Config
+from lockstep.models.families.mistral4 import Mistral4Config
 from lockstep.models.families.registry import FAMILIES as REGISTERED
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -99,7 +100,9 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         # Defaults of transformers are written too; it has no use for the last.
         "deepseek_v2": {"rope_parameters", "rope_scaling", *OF_LATER},
         "deepseek_v2_lite": {"n_group", "topk_group", *OF_LATER},
-        "ministral3": {"rope_parameters"},
+        **dict.fromkeys(("arcee", "ministral3"), {"rope_parameters"}),
+        # `truncate` is written too; it has no use for the others.
+        "mistral4": {"rope_parameters", "pretraining_tp", "num_nextn_predict_layers"},
         "hunyuan_v1_dense": {"rope_parameters"},  # the same base without alpha
         "hunyuan_v1_moe": {"rope_parameters", "output_router_logits"},  # likewise, and of transformers 5.24
         "minimax_m2": {"partial_rotary_factor", "rotary_dim"},  # the same in rope_parameters
@@ -116,7 +119,7 @@ def seeing(family: str, **whole: Any) -> dict[str, Any]:
     return {"architectures": [with_images[0]], "model_type": with_images[1], "text_config": text, **whole}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "ministral3", "mistral", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "ministral3", "mistral", "mistral4", "qwen3_5", "qwen3_5_moe"])
 def test_the_language_model_of_one_that_reads_images_is_read(family: str) -> None:
     whole = seeing(family)
     assert config_from_hf(whole) == config_from_hf({**whole, "model_type": None}) == FAMILIES[family]
@@ -508,7 +511,8 @@ PUBLISHED = {
      ("GLM-4.5-Air", 106.9), ("Qwen3.5-27B", 26.9), ("Qwen3.5-35B-A3B", 34.66), ("Qwen3.5-397B-A17B", 396.3),
      ("Qwen3-Next-80B-A3B-Instruct", 79.7), ("DeepSeek-V3", 671.03), ("DeepSeek-V2", 235.74),
      ("DeepSeek-V2-Lite", 15.71), ("Ministral-3-3B-Instruct-2512", 3.43), ("Ministral-3-8B-Base-2512", 8.49),
-     ("Ministral-3-14B-Instruct-2512", 13.51), ("OLMoE-1B-7B-0924-Instruct", 6.92), ("MiniMax-M2", 228.69)],
+     ("Ministral-3-14B-Instruct-2512", 13.51), ("OLMoE-1B-7B-0924-Instruct", 6.92), ("MiniMax-M2", 228.69),
+     ("Mistral-Small-4-119B-2603", 118.97)],
 )  # fmt: skip
 def test_a_preset_has_the_parameters_of_its_checkpoint(name: str, billions: float) -> None:
     preset = find_preset(name)
@@ -588,16 +592,8 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, r"\['LlamaForSequenceClassification'\]"),
         ({"architectures": ["MistralForCausalLM"]}, r"\['MistralForCausalLM'\] and model_type 'llama', .*contradict"),
         ({"transformers_weights": "other.safetensors"}, r"transformers_weights 'other\.safetensors', the file"),
-        ({"architectures": ["ArceeForCausalLM"], "model_type": "arcee"}, r"'arcee'\), which needs MLPs without a gate"),
+        ({"architectures": ["Gemma4ForCausalLM"]}, r"Gemma4.*needs heads of another size in layers without a window"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, r"DeepseekV32.*needs attention to positions that an indexer"),
-        (
-            {
-                "architectures": ["Mistral3ForConditionalGeneration"],
-                "model_type": "mistral3",
-                "text_config": {"model_type": "mistral4"},
-            },
-            r"model_type 'mistral4'\), which needs a latent whose later queries have a factor; lockstep",
-        ),
         ({**SEES, "model_type": "llama"}, r"\['Qwen3_5ForConditionalGeneration'\] \(model_type 'llama'\)"),
         (SEES, r"has no text_config; lockstep needs it"),
         (
@@ -612,6 +608,7 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
             {**SEES, "quantization_config": {"quant_method": "awq"}, "text_config": {}},
             r"quantization_config \(quant_method 'awq'\)",
         ),
+        ({"hidden_act": "relu2"}, r"hidden_act 'relu2'; lockstep computes 'silu', 'gelu', .* only"),
         ({"hidden_act": "quick_gelu"}, r"hidden_act 'quick_gelu'; lockstep computes 'silu', 'gelu', .* only"),
         ({"attention_bias": True}, r"attention_bias: true"),
         ({"mlp_bias": True}, r"mlp_bias: true"),
@@ -681,6 +678,17 @@ def test_what_is_not_deepseek_v2_is_refused_by_name(change: dict[str, Any], text
             {"rope_parameters": YARN},
             r"settings .*'yarn', .* YaRN and llama_4_scaling_beta",
         ),
+        ("mistral4", {"n_group": 5, "topk_group": 2}, r"5 groups of experts, of which a token has 2; .* in one group"),
+        (
+            "mistral4",
+            {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor 0\.5, .* 0\.375 of each head rotated, qk_rope_head_dim / \(qk_nope",
+        ),
+        (
+            "mistral4",
+            {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+            r"settings .*'yarn', .* Mistral 4 with YaRN and llama_4_scaling_beta",
+        ),
         ("hunyuan_v1_moe", {"moe_topk": [3, 2, 3]}, r"'moe_topk': \[3, 2, 3\].*; lockstep computes the same number of"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv 8\.0; lockstep computes OLMoE without a limit"),
         ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1]}, r"no_rope_layers \[1, 0, 0, 1, 1\]; .* every n-th layer"),
@@ -702,6 +710,7 @@ def test_a_family_is_read_with_the_defaults_of_transformers() -> None:
     assert everywhere.variant.no_rope_every is None
     assert config_from_hf(config_to_hf(everywhere, 118)) == everywhere
     assert config_from_hf(hf("ministral3", rope_parameters=None)).rope == Ministral3Config().rope
+    assert config_from_hf(hf("mistral4", rope_parameters=None)).rope == Mistral4Config().rope
     for_layers = hf("hunyuan_v1_moe", moe_topk=[3] * 3, num_experts=[5] * 3)  # as in A13B
     assert config_from_hf(for_layers) == FAMILIES["hunyuan_v1_moe"]
     published = hf("minimax_m2", rope_theta=300.0, rotary_dim=6)

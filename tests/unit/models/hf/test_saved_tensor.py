@@ -1,17 +1,19 @@
 """Which tensors of a checkpoint are in which of its files."""
 
 import json
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lockstep.models import skeleton
+from lockstep.models import load_config, skeleton
 from lockstep.models.hf import saved_tensor
-from lockstep.models.hf.saved_tensor import file_header, index_text, saved_tensors, split_into_files
+from lockstep.models.hf.saved_tensor import file_header, index_text, pieces_of, saved_tensors, split_into_files
 from tests import tiny
 
+GOLDEN = Path(__file__).parents[3] / "golden"
 VOCAB = 40
 
 
@@ -75,6 +77,21 @@ def test_the_header_is_what_safetensors_reads(dtype, tmp_path):
     for each, value in zip(some, values, strict=True):
         assert read[each.name].dtype == dtype
         np.testing.assert_array_equal(read[each.name], value)
+
+
+def test_experts_of_one_tensor_have_gate_above_up_each(tmp_path):
+    """As Mistral 4 has them; test_families.py reads and writes its checkpoint."""
+    every = saved_tensors(skeleton(VOCAB, load_config(str(GOLDEN / "mistral4"))), np.float32, VOCAB)
+    own = [tensor for tensor in every if tensor.layer == 1 and tensor.parameter.name.startswith("expert_")]
+    rng = np.random.default_rng(0)
+    values = {each.parameter.name: rng.random((5, each.shape[0] // 5, each.shape[1]), np.float32) for each in own}
+    pieces = [values[each.parameter.name][start:stop] for each, start, stop in pieces_of(own, 10**9)]
+    (tmp_path / "file").write_bytes(file_header(own) + b"".join(piece.tobytes() for piece in pieces))
+    read, experts = load_file(tmp_path / "file"), "model.layers.1.mlp.experts."
+    both = np.concatenate([values["expert_gate"], values["expert_up"]], axis=1)
+    np.testing.assert_array_equal(read[experts + "gate_up_proj"], both)
+    np.testing.assert_array_equal(read[experts + "down_proj"], values["expert_down"])
+    assert read.keys() == json.loads(index_text({"a": own}))["weight_map"].keys()
 
 
 def test_the_index_names_the_file_of_each_tensor():
