@@ -283,7 +283,7 @@ class _Run:
             board = Board(
                 hosts, separate=separate, rows=shape.rows, found=at_rest, generations=shape.generations, show=shown
             )
-            meter = Meter(board, lambda: generator.floor, None if separate else generator.shares)
+            meter = Meter(board, lambda: generator.floor)
             writes = separate or hosts.is_leader
             generator.run(shape, own_units, self.rows if writes else None, meter if writes else None)
             board.post(meter.total(done=True), now=True)
