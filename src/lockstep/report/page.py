@@ -66,13 +66,12 @@ def read_series(paths: Iterable[Path]) -> dict[str, Series]:
             for name, value in record.items():
                 if name not in NOT_CURVES and not name.endswith(OWN_STEP) and (number_ := _number(value)) is not None:
                     series.setdefault(name, {})[step] = number_
-    return {name: _series(values) for name, values in series.items()}
-
-
-def _series(values: dict[int, float]) -> Series:
-    steps = sorted(values)
-    kept = steps if len(steps) <= MAX_POINTS else _thinned(steps, [values[step] for step in steps])
-    return Series(steps=kept, values=[values[step] for step in kept], points=len(steps))
+    curves = {}
+    for name, values in series.items():
+        steps = sorted(values)
+        kept = steps if len(steps) <= MAX_POINTS else _thinned(steps, [values[step] for step in steps])
+        curves[name] = Series(steps=kept, values=[values[step] for step in kept], points=len(steps))
+    return curves
 
 
 def _thinned(steps: Sequence[int], values: Sequence[float]) -> list[int]:

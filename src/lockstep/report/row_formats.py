@@ -56,8 +56,9 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
         schema = pa.schema([(_text(name), types[kind]) for name, kind in kinds.items()])
         with pq.ParquetWriter(file, schema) as writer:
             rows = _rows(lines)
-            while batch := [_typed(row, kinds) for row in itertools.islice(rows, _ROWS)]:
-                writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+            while batch := [*itertools.islice(rows, _ROWS)]:
+                typed = [{_text(name): _as(value, kinds[name]) for name, value in row.items()} for row in batch]
+                writer.write_table(pa.Table.from_pylist(typed, schema=schema))
     return path
 
 
@@ -117,10 +118,6 @@ def _one_kind(lines: Path, name: str, kinds: set[str]) -> str:
     if name.startswith(_FIELD) or name == TURNS:
         return "json"  # objects, and values of several kinds
     raise LockstepError(f"{lines}: the column {name!r} has values of several kinds: {', '.join(sorted(kinds))}.")
-
-
-def _typed(row: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
-    return {_text(name): _as(value, kinds[name]) for name, value in row.items()}
 
 
 def _as(value: Any, kind: str) -> Any:
