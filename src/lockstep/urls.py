@@ -203,7 +203,7 @@ class _Deadline:
         self._timer.daemon = True
 
     def connection(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
-        """What makes a connection of a kind."""
+        """Return a function that makes a connection of a kind."""
 
         def make(*args: Any, **options: Any) -> http.client.HTTPConnection:
             connection = kind(*args, **options)
