@@ -141,10 +141,7 @@ def fetch_tokenizer(
     name, model = os.fspath(path), os.fspath(checkpoint)
     files: dict[str, bytes] = {}
     if _commit_of_code(name, trust_remote_code) is None and ("://" in name or _is_on_hub(name)):
-        if "://" in name:
-            files = _files_at_url(name, _SUFFIXES)
-        else:
-            files = _files_on_hub(name)
+        files = _files_at_url(name, _SUFFIXES) if "://" in name else _files_on_hub(name)
         _check_files(name, list(files))
     if "://" in model and model != name:
         endings = tuple(f"/{file}" for file in ENDING_FILES)
