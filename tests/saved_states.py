@@ -5,7 +5,7 @@ from typing import Any
 
 import safetensors.numpy
 
-from lockstep.training.checkpoints.hook_states import with_arrays, without_arrays
+from lockstep.training.checkpoints.checkpoint import with_arrays, without_arrays
 
 
 def as_saved(states: Any) -> Any:

@@ -103,20 +103,19 @@ class SamplingRules:
                 f"temperature is {self.temperature}; it must be 0 or at least {_LEAST_TEMPERATURE}, for smaller ones "
                 "are beyond the range of float32. Use 0 for greedy decoding."
             )
-        self._check_filters()
-        self._check_penalties()
-        if not 0 <= self.min_tokens <= self.max_new_tokens:
-            raise ConfigError(
-                f"min_tokens is {self.min_tokens}; it must be at least 0 and at most max_new_tokens, which is "
-                f"{self.max_new_tokens}. Lower min_tokens or raise max_new_tokens."
-            )
-
-    def _check_filters(self) -> None:
         check_at_least(self, 1, "top_k", fix=", or null. Use null to draw from all tokens.")
         check_at_least(self, 0, "top_p", fix=". Use 1 to draw from all tokens.", above=True, most=1)
         check_at_least(self, 0, "min_p", fix=". Use 0 to draw from all tokens.", most=1)
         if len(self.filter_values()) < len(self.filters):
             raise ConfigError(f"filters is {list(self.filters)}, which has a filter twice. Give each one value.")
+        little = ". Use 1 for none, and a little more, such as 1.1, to discourage repetition."
+        check_at_least(self, 0.01, "repetition_penalty", fix=little, most=100)
+        check_at_least(self, -2, "presence_penalty", "frequency_penalty", fix=". Use 0 for none.", most=2)
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise ConfigError(
+                f"min_tokens is {self.min_tokens}; it must be at least 0 and at most max_new_tokens, which is "
+                f"{self.max_new_tokens}. Lower min_tokens or raise max_new_tokens."
+            )
 
     def filter_values(self) -> dict[str, float]:
         """Return the value of each of ``filters`` by its name, in the order of the names.
@@ -136,11 +135,6 @@ class SamplingRules:
                     f"filters has {text!r}; one is name=value, such as top_n_sigma=1.5, or module:function=value."
                 )
         return dict(sorted(values.items()))
-
-    def _check_penalties(self) -> None:
-        little = ". Use 1 for none, and a little more, such as 1.1, to discourage repetition."
-        check_at_least(self, 0.01, "repetition_penalty", fix=little, most=100)
-        check_at_least(self, -2, "presence_penalty", "frequency_penalty", fix=". Use 0 for none.", most=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,9 +183,6 @@ class SamplingParams(SamplingRules):
         check_fields(self)
         self.check_rules()
         self._check_token_lists()
-        self._check_stop()
-
-    def _check_stop(self) -> None:
         for at, text in enumerate(self.stop):
             if not text:
                 raise ConfigError(f"stop has an empty string at place {at}; every text holds it. Remove it.")

@@ -141,7 +141,7 @@ def read_http(request: urllib.request.Request, timeout_s: float) -> bytes:
         LockstepError: It is longer than `REPLY_BYTES`.
     """
     with _Deadline(timeout_s) as deadline:
-        opener = urllib.request.build_opener(_NoRedirect, *deadline.handlers())
+        opener = urllib.request.build_opener(_NoRedirect, _Handler(deadline))
         try:
             with opener.open(request, timeout=timeout_s) as response:
                 received: bytes = response.read(REPLY_BYTES + 1)
@@ -202,12 +202,9 @@ class _Deadline:
         self._timer = threading.Timer(timeout_s, self._end)
         self._timer.daemon = True
 
-    def handlers(self) -> list[urllib.request.BaseHandler]:
-        """The handlers with which urllib opens connections."""
-        kinds = (_Handler, http.client.HTTPConnection), (_TlsHandler, http.client.HTTPSConnection)
-        return [handler(self._connection(connection)) for handler, connection in kinds]
+    def connection(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
+        """Return a function that makes a connection of a kind."""
 
-    def _connection(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
         def make(*args: Any, **options: Any) -> http.client.HTTPConnection:
             connection = kind(*args, **options)
             vars(connection)["_create_connection"] = self._connect  # what http.client calls for its socket
@@ -245,22 +242,16 @@ class _Deadline:
                 raise TimeoutError(f"the reply was not complete after {self._timeout_s:g} s") from None
 
 
-class _Handler(urllib.request.HTTPHandler):
-    def __init__(self, make: Any) -> None:
+class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    def __init__(self, deadline: _Deadline) -> None:
         super().__init__()
-        self._make = make
+        self._deadline = deadline
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._make, request)
-
-
-class _TlsHandler(urllib.request.HTTPSHandler):
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self._make = make
+        return self.do_open(self._deadline.connection(http.client.HTTPConnection), request)
 
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._make, request)
+        return self.do_open(self._deadline.connection(http.client.HTTPSConnection), request)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

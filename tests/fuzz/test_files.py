@@ -35,8 +35,8 @@ from lockstep.training.checkpoints.checkpoint import (
     _sealed,
     named_arrays,
     shape_texts,
+    without_arrays,
 )
-from lockstep.training.checkpoints.hook_states import without_arrays
 from lockstep.training.checkpoints.saved_model import SavedAdapters
 from lockstep.training.data.chunk_builder import read_chunk
 from lockstep.training.data.records import BadRow, list_files, read_piece

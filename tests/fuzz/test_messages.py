@@ -199,7 +199,7 @@ def test_prompts_of_the_leader(directory, requests, line):
     assert store[0].prompt.shown
 
 
-PROGRESS = dataclasses.asdict(HostProgress(rows=1, tokens=2, seconds=0.5, by_host=(0.5, 0.5)))
+PROGRESS = dataclasses.asdict(HostProgress(rows=1, tokens=2, seconds=0.5))
 TOTALS = dataclasses.asdict(Totals(rows=1, tokens=2, finish={"stop": 1}, sums={"a": 0.5}, counts={"a": 1}))
 FINDING = dataclasses.asdict(Finding(name="a", outcome="ok", text="b"))
 

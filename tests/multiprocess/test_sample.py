@@ -139,9 +139,6 @@ def test_both_modes_give_the_rows_of_the_oracle_and_go_on_where_they_were_cut_of
     assert (final["sample/num_hosts"], final["sample/inference_mode"]) == (2, "global_mesh")
     assert final["sample/tokens_per_second"] > 0
     assert final["sample/length"] == pytest.approx(sum(row["length"] for row in rows) / len(rows))
-    progress = last_metrics("global_mesh")[-2]
-    of_hosts = [progress[f"sample/progress/host_{host}/tokens_per_second"] for host in (0, 1)]
-    assert all(of_hosts) and sum(of_hosts) == pytest.approx(progress["sample/progress/tokens_per_second"])
     progress = last_metrics("host_data_parallel")[-2]
     assert progress["sample/progress/rows_done"] == progress["sample/progress/rows_total"] == len(rows)
     assert {"sample/progress/host_0/tokens_per_second", "sample/progress/over_floor"} <= progress.keys()

@@ -261,7 +261,7 @@ def convert(name):
         ("samples.jsonl", lambda place: drop_later(place, 1)),
         ("report.html", lambda place: write_page("<p>", place)),
         ("launcher.log", lambda place: Console(log=place).say("started")),
-        (MANIFEST, lambda place: write_manifest(place.parent, {"a": 1}, 0)),
+        (MANIFEST, lambda place: write_manifest(place.parent, {"a": 1})),
         ("resumable.json", lambda place: write_resumable(place.parent, "checkpoints")),
         ("metadata.json", lambda place: CheckpointDirectory(str(place.parent)).write_whole(place, b"{}")),
         ("wandb-run.json", lambda place: keep_files(str(place.parent), other_run(place), [place.name])),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from lockstep.batch_inference.config import SampleConfig
 from lockstep.batch_inference.job_progress import Meter
@@ -65,16 +65,6 @@ class Generator:
         """Tokens per second that the memory bandwidth of this host's engine allows, as predicted; 0 if unknown."""
         sizing = self.engine.sizing if self.engine else None
         return sizing.estimate.active / sizing.estimate.step_s if sizing else 0.0
-
-    def shares(self) -> Float[np.ndarray, "replica host"]:
-        """The part of each replica's devices that each host has; after `prepare`."""
-        assert self.engine is not None
-        decode_mesh = self.engine.decode_mesh
-        owners = np.reshape(
-            [device.process_index for device in decode_mesh.mesh.devices.flat],
-            (decode_mesh.replicas, decode_mesh.tensor),
-        )
-        return np.mean(owners[:, :, None] == np.arange(self._hosts.count), axis=1)
 
     def prepare(self, model: Any, mesh: Mesh, shape: JobShape, units: Int[np.ndarray, " pending"]) -> None:
         """Choose capacities, compile, and agree, before anything is launched; every host calls it.

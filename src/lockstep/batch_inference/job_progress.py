@@ -5,9 +5,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-from jaxtyping import Float
-
 from lockstep.engine.schedule import DraftCounts, Scheduler
 from lockstep.errors import HostTimeoutError
 from lockstep.hosts import Hosts
@@ -25,8 +22,6 @@ class HostProgress:
     Args:
         floor: The tokens per second that the memory bandwidth of its devices allows, as predicted; 0 before that is
             known.
-        by_host: Where all hosts work on the same prompts, ``tokens`` by the host whose devices sampled them, in
-            fractions where devices of several hosts make up a replica; empty where each host has its own prompts.
     """
 
     rows: int = 0
@@ -36,7 +31,6 @@ class HostProgress:
     pages: int = 0  # number of KV cache pages in use on all replicas of the host
     max_pages: int = 0  # number of KV cache pages of all replicas of the host
     floor: float = 0.0
-    by_host: Sequence[float] = ()
     done: bool = False  # whether the host has nothing left to do
     steps: int = 0  # number of steps that sampled `tokens`, counted once for each sequence
     drafted: int = 0  # number of tokens for which there was a draft
@@ -98,14 +92,6 @@ class JobProgress:
         )
 
     @property
-    def host_rates(self) -> list[float]:
-        """The tokens per second of each host's devices."""
-        first = self.hosts[0]
-        if first.by_host:
-            return [tokens / first.seconds if first.seconds > 0 else 0.0 for tokens in first.by_host]
-        return [host.rate for host in self.hosts]
-
-    @property
     def over_floor(self) -> float | None:
         """``rate`` as a fraction of what the memory bandwidth allows; None while that is not known."""
         floor = sum(host.floor for host in self.hosts)
@@ -134,8 +120,8 @@ class JobProgress:
             values["over_floor"] = self.over_floor
         if self.eta_s is not None:
             values["eta_s"] = self.eta_s
-        for number, rate in enumerate(self.host_rates):
-            values[f"host_{number}/tokens_per_second"] = rate
+        if len(self.hosts) > 1:
+            values |= {f"host_{number}/tokens_per_second": host.rate for number, host in enumerate(self.hosts)}
         return values | (self.drafts.metrics() if self.drafts.drafted else {})
 
 
@@ -232,17 +218,10 @@ class Meter:
 
     Args:
         floor: Returns the tokens per second that the memory bandwidth allows.
-        shares: Where all hosts work on the same prompts, returns the fraction of each replica's devices that each host
-            has; None where each host has its own prompts.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        floor: Callable[[], float],
-        shares: Callable[[], Float[np.ndarray, "replica host"]] | None = None,
-    ) -> None:
-        self._board, self._floor, self._shares = board, floor, shares
+    def __init__(self, board: Board, floor: Callable[[], float]) -> None:
+        self._board, self._floor = board, floor
         self._before = self._now = HostProgress()
         self._seconds, self._prompts = 0.0, 0
         self._since: float | None = None
@@ -260,10 +239,6 @@ class Meter:
         now = time.monotonic()
         self._since = self._since or now
         counts, before = scheduler.counts, self._before
-        by_host: list[float] = []
-        if self._shares is not None:
-            sampled = np.asarray(counts.tokens) @ self._shares()
-            by_host = (sampled + (before.by_host or 0.0)).tolist()
         self._now = HostProgress(
             rows=before.rows + counts.finished,
             prompts=self._prompts,
@@ -272,7 +247,6 @@ class Meter:
             pages=counts.pages,
             max_pages=counts.max_pages,
             floor=self._floor(),
-            by_host=by_host,
             steps=before.steps + counts.steps,
             drafted=before.drafted + counts.drafted,
             right=before.right + counts.right,

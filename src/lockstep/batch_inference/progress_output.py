@@ -83,7 +83,7 @@ def bar(job: JobProgress, title: str) -> RenderableType:
 def line(job: JobProgress) -> str:
     """Return progress, speed, pages and time left."""
     speed = f"{job.rate:,.0f} tokens/s"
-    if len(job.host_rates) > 1:
+    if len(job.hosts) > 1:
         speed += f" ({_rates(job)})"
     floor = UNKNOWN if job.over_floor is None else f"{job.over_floor:.2g}"
     used, pages = (sum(getattr(host, name) for host in job.hosts) for name in ("pages", "max_pages"))
@@ -101,7 +101,7 @@ def line(job: JobProgress) -> str:
 
 def _rates(job: JobProgress) -> str:
     """Return the speed of each host, or the lowest and the highest where that would be a long list."""
-    rates = job.host_rates
+    rates = [host.rate for host in job.hosts]
     if len(rates) > LISTED_HOSTS:
         return f"{min(rates):,.0f} to {max(rates):,.0f} on each of {len(rates)} hosts"
     return " + ".join(f"{rate:,.0f}" for rate in rates)

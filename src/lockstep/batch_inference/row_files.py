@@ -202,7 +202,7 @@ def kept_template_date(directory: Path, remote: "RemoteRows | None") -> str | No
     return None if text is None else parse_json(text, f"{directory}/{MANIFEST}", dict, _FIX).get(TEMPLATE_DATE)
 
 
-def write_manifest(directory: Path, manifest: Mapping[str, Any], host: int) -> Path:
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> Path:
     """Write the manifest, whole or not at all; hosts that share the directory write the same."""
     directory.mkdir(parents=True, exist_ok=True)
     write_file(directory / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")

@@ -131,7 +131,7 @@ class _Run:
             present = int(present_rows.sum())
             if hosts.is_leader and present:
                 log.info("%s of %s answers were there", f"{present:,}", f"{shape.rows:,}")
-            progress = self._generate(store, shape, index, present_rows, tracker)
+            progress = self._generate(store, shape, present_rows, tracker)
             self._report(shape, index, present, progress, tracker)
         return 0
 
@@ -233,7 +233,7 @@ class _Run:
             for line in lines:
                 log.warning("resume force: %s; rows that are there stay as they are", line)
         with hosts.run_on_all("job record"):
-            path = write_manifest(self.output_dir, record, hosts.index)
+            path = write_manifest(self.output_dir, record)
             if self.remote is not None and hosts.is_leader:
                 self.remote.put(path)
 
@@ -254,9 +254,7 @@ class _Run:
             upload_rows(hosts, remote, index, present & ~union(hosts, "rows behind the URL", there))
         return index, present
 
-    def _generate(
-        self, store: PromptStore, shape: JobShape, index: RowIndex, present: np.ndarray, tracker: Tracker
-    ) -> JobProgress:
+    def _generate(self, store: PromptStore, shape: JobShape, present: np.ndarray, tracker: Tracker) -> JobProgress:
         config, hosts = self.config, self.hosts
         separate = config.inference_mode == "host_data_parallel"
         units: Int[np.ndarray, " pending"] = pending_units(shape, store.lengths, shape.finished(present))
@@ -283,7 +281,7 @@ class _Run:
             board = Board(
                 hosts, separate=separate, rows=shape.rows, found=at_rest, generations=shape.generations, show=shown
             )
-            meter = Meter(board, lambda: generator.floor, None if separate else generator.shares)
+            meter = Meter(board, lambda: generator.floor)
             writes = separate or hosts.is_leader
             generator.run(shape, own_units, self.rows if writes else None, meter if writes else None)
             board.post(meter.total(done=True), now=True)

@@ -1,10 +1,13 @@
 """A finished job as the leader shows it: the summary of metrics, tables and files."""
 
+import collections
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -21,6 +24,7 @@ from lockstep.report import MAX_TABLE_ROWS, SampleRow, Tracker
 log = get_logger(__name__)
 
 TABLE = "sample/samples"
+_NUMBERS = functools.partial(collections.defaultdict[str, Any], int)  # makes numbers by name, 0 at first
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -29,11 +33,11 @@ class Totals:
 
     rows: int = 0
     tokens: int = 0
-    finish: dict[str, int] = dataclasses.field(default_factory=dict)
-    sums: dict[str, float] = dataclasses.field(default_factory=dict)
-    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    finish: dict[str, int] = dataclasses.field(default_factory=_NUMBERS)
+    sums: dict[str, float] = dataclasses.field(default_factory=_NUMBERS)
+    counts: dict[str, int] = dataclasses.field(default_factory=_NUMBERS)
     looked_at: int = 0  # rows whose health is known
-    states: dict[str, int] = dataclasses.field(default_factory=dict)  # rows in each state, of those
+    states: dict[str, int] = dataclasses.field(default_factory=_NUMBERS)  # rows in each state, of those
 
     def add(self, lines: Iterable[bytes]) -> "Totals":
         """Add rows, given as the lines of a file, and return itself."""
@@ -41,14 +45,14 @@ class Totals:
             row = _row(line)
             self.rows += 1
             self.tokens += row.num_tokens
-            self.finish[row.finish_reason] = self.finish.get(row.finish_reason, 0) + 1
+            self.finish[row.finish_reason] += 1
             self.looked_at += row.health is not None
             for state in (row.health or "").split():
-                self.states[state] = self.states.get(state, 0) + 1
+                self.states[state] += 1
             for name, value in row.metrics.items():
                 if value is not None:
-                    self.sums[name] = self.sums.get(name, 0.0) + value
-                    self.counts[name] = self.counts.get(name, 0) + 1
+                    self.sums[name] += value
+                    self.counts[name] += 1
         return self
 
     @property
@@ -74,12 +78,9 @@ def add_up(hosts: Hosts, own: Totals) -> Totals | None:
         every.rows += part.rows
         every.tokens += part.tokens
         every.looked_at += part.looked_at
-        pairs = ((every.finish, part.finish), (every.counts, part.counts), (every.states, part.states))
-        for total, added in pairs:
-            for name, count in added.items():
-                total[name] = total.get(name, 0) + count
-        for name, value in part.sums.items():
-            every.sums[name] = every.sums.get(name, 0.0) + value
+        for field in ("finish", "counts", "states", "sums"):
+            for name, number in getattr(part, field).items():
+                getattr(every, field)[name] += number
     return every
 
 
@@ -103,11 +104,10 @@ class MemoryLog:
     def of_all(self, name: str) -> dict[str, int]:
         """Return the most bytes of any host by moment, on the leader; empty elsewhere. Every host makes this call."""
         posts = self._hosts.gather(name, json.dumps(self._own).encode())
-        most: dict[str, int] = {}
+        most: collections.Counter[str] = collections.Counter()
         for post in posts or ():
-            for moment, used in from_peer(post, dict[str, int], "a host's memory").items():
-                most[moment] = max(used, most.get(moment, 0))
-        return most
+            most |= collections.Counter(from_peer(post, dict[str, int], "a host's memory"))
+        return dict(most)
 
     def _add(self, moment: str, used: int | None) -> None:
         if used is not None:

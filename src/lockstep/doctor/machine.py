@@ -50,9 +50,8 @@ def check_host() -> Finding:
 def run_paths(log_dir: str = "runs", environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
     """The directories that a run writes to, by what they are for."""
     paths = {"run directory": Path(log_dir), "temporary files": Path(tempfile.gettempdir())}
-    if cache := environment.get("JAX_COMPILATION_CACHE_DIR"):
-        if "://" not in cache:
-            paths["compilation cache"] = Path(cache)
+    if (cache := environment.get("JAX_COMPILATION_CACHE_DIR")) and "://" not in cache:
+        paths["compilation cache"] = Path(cache)
     paths["Hugging Face cache"] = Path(environment.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     return paths
 

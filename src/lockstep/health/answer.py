@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from lockstep.health.loops import Run, runs
+from lockstep.health.loops import runs
 from lockstep.health.markers import is_part_marker, turn_markers, unbalanced_marker
 from lockstep.health.scripts import is_in_other_script
 from lockstep.text import CHANNEL, Prompt, part_markers, special_tokens, split_answer, stop_ids
@@ -140,7 +140,9 @@ def measure_health(answer: AnsweredPrompt, vocabulary: Vocabulary) -> Health:
     ended = completion.finish_reason == FinishReason.STOP and bool(tokens) and tokens[-1] in vocabulary.ends
     tokens = tokens[: len(tokens) - ended]
     repeated = runs(tokens, LOOP_TOKENS)
-    loop = max((run for run in repeated if _is_loop(run, len(tokens))), key=lambda run: run.length, default=None)
+    least = min(LOOP_LONG, LOOP_SHARE * len(tokens))
+    loops = [run for run in repeated if run.end == len(tokens) or run.length >= least]
+    loop = max(loops, key=lambda run: run.length, default=None)
     distinct, compression = distinct_ngrams(tokens), compressed_share(text)
     states = {
         State.LOOP: loop is not None,
@@ -178,10 +180,6 @@ def compressed_share(text: str) -> float:
     """The bytes of a text after compression over those before, see `Health`."""
     written = text.encode(errors="replace")
     return min(1.0, len(zlib.compress(written, 1)) / len(written)) if written else 1.0
-
-
-def _is_loop(run: Run, size: int) -> bool:
-    return run.end == size or run.length >= min(LOOP_LONG, LOOP_SHARE * size)
 
 
 def _is_empty(answer: AnsweredPrompt, ended: bool) -> bool:

@@ -252,7 +252,10 @@ def environment() -> dict[str, str]:
         By name, short texts and a digest of our source. Each flag of ``XLA_FLAGS`` and ``LIBTPU_INIT_ARGS`` has an
         entry of its own, so that an error can name the one that differs.
     """
-    return {**_versions_and_source(), **_flags(), **_options()}
+    options = {
+        f"compile option {name}": str(getattr(jax.config, name)) for name in OPTIONS if hasattr(jax.config, name)
+    }
+    return {**_versions_and_source(), **_flags(), **options}
 
 
 @functools.cache
@@ -281,7 +284,3 @@ def _flags() -> dict[str, str]:
             if not name.startswith(_PER_PROCESS_FLAGS):
                 flags[f"{variable} {name}"] = value or "set"
     return flags
-
-
-def _options() -> dict[str, str]:
-    return {f"compile option {name}": str(getattr(jax.config, name)) for name in OPTIONS if hasattr(jax.config, name)}

@@ -64,7 +64,9 @@ def raise_if_different(
         DisagreementError: The values differ; the same text on every process says what differs and who has what.
     """
     # Beside the key, not below it: what is below it is deleted at this very barrier.
-    described = channel.exchange(f"{key}, each", dict(values), timeout_s, _differences, _texts)
+    described = channel.exchange(
+        f"{key}, each", dict(values), timeout_s, _differences, functools.partial(typed, dict[str, str])
+    )
     different = [name for name in described if strict or not name.endswith(MAY_DIFFER)]
     if not different:
         if channel.client.index == 0:
@@ -140,7 +142,8 @@ def gather(channel: Channel, key: str, value: bytes, timeout_s: float) -> list[b
 
 def all_min(channel: Channel, key: str, value: int, timeout_s: float) -> int:
     """Return on every process the smallest ``value`` that any of them passed."""
-    return channel.exchange(key, value, timeout_s, _smallest, functools.partial(typed, int))
+    whole = functools.partial(typed, int)
+    return channel.exchange(key, value, timeout_s, lambda values: min(map(whole, values)), whole)
 
 
 def reasons_to_stop(
@@ -257,13 +260,5 @@ def _warn_once(channel: Channel, texts: Iterable[str]) -> None:
             )
 
 
-def _smallest(values: Sequence[object]) -> int:
-    return min(typed(int, value) for value in values)
-
-
 def _exchange_columns(channel: Channel, key: str, own: object, timeout_s: float, kinds: list[Any]) -> list[Column]:
     return channel.exchange(key, own, timeout_s, columns, lambda read: read_columns(read, kinds, channel.client.count))
-
-
-def _texts(received: object) -> dict[str, str]:
-    return typed(dict[str, str], received)

@@ -101,9 +101,13 @@ def watch_peers(hosts: Hosts) -> Callable[[], None]:
     else:
         connection = Connection(client, stopping)
         forget_abort = on_abort(functools.partial(_last_word, hosts, connection.missing))
-        threading.Thread(
-            target=_watch_service, args=(hosts, connection, stopping), name="lockstep-service", daemon=True
-        ).start()
+
+        def watch_service() -> None:
+            # JAX notices at the same moment, and its requests fail in any order: `_watch` often has no time to print.
+            if ended := connection.wait():
+                _end_without_service(hosts, stopping, ended)
+
+        threading.Thread(target=watch_service, name="lockstep-service", daemon=True).start()
 
     def stop() -> None:
         if not stopping.is_set():
@@ -170,16 +174,6 @@ def _wait_for_wake_up(client: Client) -> None:
         with contextlib.suppress(TimeoutError):
             client.get(f"{WAKE_UPS}/{client.task}", REQUEST_S)
             return
-
-
-def _watch_service(hosts: Hosts, connection: Connection, stopping: threading.Event) -> None:
-    """End this process once the one that runs the service is gone, or stopped.
-
-    JAX notices at the same moment, and its requests fail in any order: the thread in `_watch` often has no time left to
-    print anything.
-    """
-    if ended := connection.wait():
-        _end_without_service(hosts, stopping, ended)
 
 
 def _announce_lost(hosts: Hosts, task: int, last: str) -> None:

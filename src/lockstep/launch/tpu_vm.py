@@ -107,7 +107,9 @@ class TpuVm(GooglePod):
         if state == "DELETING":  # by a delete that was not waited for
             self._await_deletion(wait)
             return False
-        if state in ENDED or _is_dead(nodes):
+        # Nodes that nobody queued for end for good by themselves.
+        dead = any(described and described.get("state") in {"PREEMPTED", "TERMINATED"} for described in nodes.values())
+        if state in ENDED or dead:
             self.kind()  # before anything is deleted
             was = state if state in ENDED else "PREEMPTED"
             wait.say(f"{self.name}: it is {was}; deleting what is left of it, to ask for a new one")
@@ -241,8 +243,3 @@ class TpuVm(GooglePod):
 
 def _state_of(request: dict[str, Any] | None) -> str:
     return "" if request is None else str(request.get("state", {}).get("state", ""))
-
-
-def _is_dead(nodes: dict[str, dict[str, Any] | None]) -> bool:
-    """Whether a node that nobody queued for has ended for good."""
-    return any(described and described.get("state") in {"PREEMPTED", "TERMINATED"} for described in nodes.values())

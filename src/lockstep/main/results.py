@@ -75,18 +75,14 @@ def run_tail(
     tail = Tail(options.run, must_be_there=not options.follow)
     if not options.follow:
         tail.look(at_end=True)
-        _show_once(tail, options.rows, console)
+        if console.is_terminal:
+            console.print(PanelView(tail, options.rows).render(console))
+        else:
+            LineView(tail, options.rows, console).show()
         return 0
     with contextlib.suppress(KeyboardInterrupt):
         _follow(tail, options.rows, console, lambda: sleep(options.interval))
     return 0
-
-
-def _show_once(tail: Tail, rows: int, console: Console) -> None:
-    if console.is_terminal:
-        console.print(PanelView(tail, rows).render(console))
-    else:
-        LineView(tail, rows, console).show()
 
 
 def _follow(tail: Tail, rows: int, console: Console, wait: Callable[[], object]) -> NoReturn:

@@ -326,7 +326,7 @@ def weight_specs(weights: PyTree) -> PyTree:
         lambda leaf: (
             WeightSpec(leaf.assemble, leaf.stacked, leaf.by_layer, leaf.layer_axis)
             if isinstance(leaf, LazyWeight)
-            else WeightSpec(_keep, stacked=False, by_layer=False)
+            else WeightSpec(unchanged, stacked=False, by_layer=False)
         ),
         weights,
     )
@@ -394,5 +394,6 @@ def sharding_of(array: Any) -> Sharding | None:
     return sharding if tuple(sharding.spec) == tuple(spec) else sharding.update(spec=PartitionSpec(*spec))
 
 
-def _keep(block: Array) -> Array:
+def unchanged(block: Array) -> Array:
+    """The weight of one block."""
     return block

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
-from lockstep.placement.lazy_weight import LazyWeight, struct_of
+from lockstep.placement.lazy_weight import LazyWeight, struct_of, unchanged
 
 
 def on_one_mesh(weights: PyTree) -> PyTree:
@@ -116,11 +116,7 @@ def spread(shape: Sequence[int], mesh: Mesh, *, layer: int | None = None) -> Nam
 def _moved(array: Array, mesh: Mesh, stacked: bool) -> LazyWeight:
     """A weight that is to be moved to a placement on ``mesh``, because what it has cannot be said there."""
     target = spread(array.shape, mesh, layer=0 if stacked else None)
-    return LazyWeight((array,), _unchanged, tuple(array.shape), array.dtype, target, stacked, blocks=(target,))
-
-
-def _unchanged(block: Array) -> Array:
-    return block
+    return LazyWeight((array,), unchanged, tuple(array.shape), array.dtype, target, stacked, blocks=(target,))
 
 
 def _needs_move(array: Any, mesh: Mesh) -> bool:

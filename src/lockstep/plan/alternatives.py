@@ -6,7 +6,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from lockstep.engine import Sizing
@@ -20,6 +19,7 @@ from lockstep.plan.summary import moments
 from lockstep.plan.train_step import State, bytes_for_step, compile_step, largest_rows, make_state, peak, with_rows
 from lockstep.plan.workload import Workload
 from lockstep.printable import bytes_text, seconds_text
+from lockstep.terminal import Console
 from lockstep.xla import CompileCache, Topology
 
 MESH_SHAPES = ("auto", "host_local")  # full-device FSDP; and data parallel over hosts with FSDP inside each
@@ -121,7 +121,7 @@ def print_meshes(costs: list[MeshCost], console: Console) -> None:
     table.add_row("fits", *("yes" if cost.fits else "no" for cost in costs))
     console.print(table)
     if len(costs) == 1:
-        console.print("one host: host_local is the same mesh as auto\n", highlight=False)
+        console.print("one host: host_local is the same mesh as auto\n")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,5 +195,5 @@ def print_remat(costs: list[RematCost], console: Console) -> None:
         size = bytes_text(cost.needed) if cost.needed else "-"
         rows = f"{cost.rows:>4} row{'s' if cost.rows != 1 else ' '}"
         verdict = "fits" if cost.fits else cost.error or "does not fit"
-        console.print(f"  {cost.policy:<8} {size:>11}  {cost.flops / least:.2f} x  {rows}  {verdict}", highlight=False)
+        console.print(f"  {cost.policy:<8} {size:>11}  {cost.flops / least:.2f} x  {rows}  {verdict}")
     console.print()

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -15,8 +14,9 @@ from lockstep.placement.device import TILE
 from lockstep.plan.fsdp import FsdpBytes, ThinPieces
 from lockstep.plan.planner import Plan, SamplingPlan
 from lockstep.plan.step_time import DECODE_ERRORS, DECODE_OVER_BEST, EXPECTED_ERRORS, StepTime, train_time
-from lockstep.plan.summary import RolloutStep, moments, rollout_step, run_cost, stop_time
+from lockstep.plan.summary import moments, rollout_step, run_cost, stop_time
 from lockstep.printable import bytes_text, seconds_text
+from lockstep.terminal import Console
 from lockstep.xla import CollectiveSum, vmem
 
 _NAMED: Final = 4  # the most weights that a warning names
@@ -25,15 +25,13 @@ _NAMED: Final = 4  # the most weights that a warning names
 def print_plan(plan: Plan, console: Console) -> None:
     """Print a plan."""
     mesh = ", ".join(f"{name} {size}" for name, size in plan.mesh_shape.items())
-    console.print(f"[bold]{plan.workload.command}[/] on [bold]{escape(plan.topology.describe())}[/]", highlight=False)
+    console.print(f"[bold]{plan.workload.command}[/] on [bold]{escape(plan.topology.describe())}[/]")
     if mesh:
-        console.print(
-            f"mesh ({mesh}){' on each host' if plan.workload.one_host else ''}, {plan.chip.name}", highlight=False
-        )
+        console.print(f"mesh ({mesh}){' on each host' if plan.workload.one_host else ''}, {plan.chip.name}")
     if stages := _pipeline(plan):
-        console.print(stages, highlight=False, soft_wrap=True)
+        console.print(stages, soft_wrap=True)
     for note in plan.workload.notes:
-        console.print(f"[dim]- {escape(note)}[/]", highlight=False)
+        console.print(f"[dim]- {escape(note)}[/]")
     console.print()
     if plan.training or plan.sampling:
         console.print(_memory(plan))
@@ -42,17 +40,20 @@ def print_plan(plan: Plan, console: Console) -> None:
         if plan.fsdp is not None:
             _print_fsdp(plan.fsdp, console)
         console.print(_speed(plan))
-        console.print(_expected(plan), highlight=False, soft_wrap=True)
+        console.print(_expected(plan), soft_wrap=True)
         if plan.topology.num_slices > 1 and (time := train_time(plan)):
-            console.print(_between_slices(plan, time), highlight=False, soft_wrap=True)
+            console.print(_between_slices(plan, time), soft_wrap=True)
         if any(sampling.drafts for sampling in plan.sampling):
             console.print(_drafts(plan))
         if split := rollout_step(plan):
-            console.print(_split(split), highlight=False)
+            console.print(
+                f"a step: {seconds_text(split.step_s)}, of which rollout {seconds_text(split.rollout_s)} "
+                f"({split.rollout_s / split.step_s:.0%}, without prefill) and update {seconds_text(split.update_s)}\n"
+            )
         if plan.workload.model.exact:
-            console.print(_exact(plan), highlight=False, soft_wrap=True)
+            console.print(_exact(plan), soft_wrap=True)
         if plan.training:
-            console.print(_checkpoint(plan), highlight=False)
+            console.print(_checkpoint(plan))
         for sampling in plan.sampling:
             console.print(_sizes(sampling))
             console.print(_considered(sampling))
@@ -60,8 +61,7 @@ def print_plan(plan: Plan, console: Console) -> None:
             f"[dim]predicted at best, not measured; {plan.chip.name}: {bytes_text(plan.memory)} HBM, "
             f"{plan.chip.bandwidth / 1e9:.4g} GB/s, {plan.chip.flops / 1e12:.4g} TFLOP/s, "
             f"{plan.chip.link.bandwidth / 1e9:.4g} GB/s over its links, {seconds_text(plan.chip.link.latency_s)} for a "
-            f"collective and {seconds_text(plan.chip.link.hop_s)} for each of its hops ({escape(plan.chip.source)})[/]",
-            highlight=False,
+            f"collective and {seconds_text(plan.chip.link.hop_s)} for each of its hops ({escape(plan.chip.source)})[/]"
         )
         console.print()
     _verdict(plan, console)
@@ -139,11 +139,10 @@ def _print_fsdp(fsdp: FsdpBytes, console: Console) -> None:
         console.print(
             f"FSDP needs {bytes_text(fsdp.floor)} per device and train step (weights gathered, gradients scattered); "
             f"{bytes_text(fsdp.received)} are received between data-parallel devices, {fsdp.ratio:.2f} of it",
-            highlight=False,
             soft_wrap=True,
         )
     if fsdp.thin:
-        console.print(f"[bold yellow]warning[/]: {escape(_thin(fsdp.thin))}", highlight=False, soft_wrap=True)
+        console.print(f"[bold yellow]warning[/]: {escape(_thin(fsdp.thin))}", soft_wrap=True)
     console.print()
 
 
@@ -252,13 +251,6 @@ def _drafts(plan: Plan) -> Table:
     return table
 
 
-def _split(split: RolloutStep) -> str:
-    return (
-        f"a step: {seconds_text(split.step_s)}, of which rollout {seconds_text(split.rollout_s)} "
-        f"({split.rollout_s / split.step_s:.0%}, without prefill) and update {seconds_text(split.update_s)}\n"
-    )
-
-
 def _exact(plan: Plan) -> str:
     prices = []
     if time := train_time(plan):
@@ -323,18 +315,14 @@ def _verdict(plan: Plan, console: Console) -> None:
         worst = max(moments(plan), key=lambda moment: moment.total)
         console.print(
             f"[bold green]fits[/]: {bytes_text(worst.headroom)} of {bytes_text(plan.memory)} stay free per device at "
-            f"the worst moment ({worst.name})",
-            highlight=False,
+            f"the worst moment ({worst.name})"
         )
         return
     for reason in plan.infeasibilities:
-        console.print(f"[bold red]does not fit[/]: {escape(reason.text)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold red]does not fit[/]: {escape(reason.text)}", soft_wrap=True)
         if reason.largest is not None:
-            console.print(
-                f"  {reason.key} is {reason.value}; the largest that works is [bold]{reason.largest}[/]",
-                highlight=False,
-            )
-        console.print(f"  change {reason.key} at {escape(reason.place)}", highlight=False, soft_wrap=True)
+            console.print(f"  {reason.key} is {reason.value}; the largest that works is [bold]{reason.largest}[/]")
+        console.print(f"  change {reason.key} at {escape(reason.place)}", soft_wrap=True)
 
 
 def _named(sampling: SamplingPlan, text: str) -> str:

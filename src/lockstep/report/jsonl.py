@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import in_place, new_file
@@ -13,6 +13,24 @@ from lockstep.json_text import parse_json
 from lockstep.printable import get_logger
 
 log = get_logger(__name__)
+
+NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""The floats that JSON cannot express, by their names in our JSON lines."""
+
+
+def named_float(value: float) -> float | str:
+    """A float, or its name where JSON cannot express it."""
+    return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def as_float(value: Any) -> float | None:
+    """The number that a value of JSON lines is, or is the name of; None for any other value."""
+    if isinstance(value, str):
+        return NOT_FINITE.get(value)
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def append_jsonl(path: str | os.PathLike[str], records: Iterable[Mapping[str, Any]], *, fsync: bool = False) -> None:
@@ -184,8 +202,8 @@ def _step(record: Mapping[str, Any], otherwise: int) -> float:
 
 def _strict(value: Any) -> Any:
     """The value with floats that JSON cannot express as texts."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, float):
+        return named_float(value)
     if isinstance(value, Mapping):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

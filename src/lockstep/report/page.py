@@ -20,7 +20,7 @@ from typing import Any, Final
 from lockstep.errors import LockstepError
 from lockstep.files import write_file
 from lockstep.report.health_strips import read_strips
-from lockstep.report.jsonl import numbered_records
+from lockstep.report.jsonl import as_float, named_float, numbered_records
 from lockstep.report.saved_rows import TRACES, RunFiles, SavedRow, read_rows, require_rows
 from lockstep.report.turns import Turn, answered, speaker, turn_parts
 from lockstep.text import AnswerPart
@@ -31,7 +31,6 @@ values that are not finite, the first of them."""
 JOB_SIZE: Final = ("job/processes", "job/slices")  # figures of the job at the first step after each start
 NOT_CURVES: Final = ("step", "time")
 OWN_STEP: Final = "/step"  # the end of the names of values that say their own step, for a tracker's axes
-_NAMED_FLOATS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,15 +63,14 @@ def read_series(paths: Iterable[Path]) -> dict[str, Series]:
                     "of a run. Mend or remove the line, or name the file of rows alone in another directory."
                 )
             for name, value in record.items():
-                if name not in NOT_CURVES and not name.endswith(OWN_STEP) and (number_ := _number(value)) is not None:
+                if name not in NOT_CURVES and not name.endswith(OWN_STEP) and (number_ := as_float(value)) is not None:
                     series.setdefault(name, {})[step] = number_
-    return {name: _series(values) for name, values in series.items()}
-
-
-def _series(values: dict[int, float]) -> Series:
-    steps = sorted(values)
-    kept = steps if len(steps) <= MAX_POINTS else _thinned(steps, [values[step] for step in steps])
-    return Series(steps=kept, values=[values[step] for step in kept], points=len(steps))
+    curves = {}
+    for name, values in series.items():
+        steps = sorted(values)
+        kept = steps if len(steps) <= MAX_POINTS else _thinned(steps, [values[step] for step in steps])
+        curves[name] = Series(steps=kept, values=[values[step] for step in kept], points=len(steps))
+    return curves
 
 
 def _thinned(steps: Sequence[int], values: Sequence[float]) -> list[int]:
@@ -87,14 +85,6 @@ def _thinned(steps: Sequence[int], values: Sequence[float]) -> list[int]:
         if len(finite) < len(places):
             kept.add(next(steps[place] for place in places if not math.isfinite(values[place])))
     return sorted(kept)
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, str):
-        return _NAMED_FLOATS.get(value)
-    if isinstance(value, int | float):
-        return float(value)
-    return None
 
 
 FORMAT = 1  # the number of this layout, which the page's script expects
@@ -300,7 +290,7 @@ def _plain(value: float | None) -> float | int | str | None:
     if value is None:
         return None
     if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return named_float(value)
     if value == int(value) and abs(value) < 2**53:
         return int(value)
     return float(f"{value:.{_DIGITS}g}")

@@ -15,13 +15,12 @@ from typing import Any, Final
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import new_file, write_file
 from lockstep.json_text import refused
-from lockstep.report.jsonl import parse_record, whole_lines
+from lockstep.report.jsonl import NOT_FINITE, parse_record, whole_lines
 from lockstep.report.rows import COLUMNS, FIELDS, FILE_COLUMNS, HEALTH_COLUMNS, PART_COLUMNS, SAMPLE_COLUMNS, TURNS
 
 _ROWS = 4096  # rows that are in memory at a time
 _TEXTS = ("prompt", "generated_text", *PART_COLUMNS, "answer", "health")
 """Columns that are texts, also where every text of a model's happens to be NaN."""
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # the floats that JSON cannot express, by their names in our JSON lines
 _FIELD = f"{FIELDS}."  # the beginning of the names of columns of further fields
 TEXTS, NUMBERS = frozenset(("text", "not finite")), frozenset(("int", "float", "not finite"))
 """Kinds of values that a column may have together."""
@@ -56,8 +55,9 @@ def write_parquet(lines: Path, output: Path | None = None) -> Path:
         schema = pa.schema([(_text(name), types[kind]) for name, kind in kinds.items()])
         with pq.ParquetWriter(file, schema) as writer:
             rows = _rows(lines)
-            while batch := [_typed(row, kinds) for row in itertools.islice(rows, _ROWS)]:
-                writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+            while batch := [*itertools.islice(rows, _ROWS)]:
+                typed = [{_text(name): _as(value, kinds[name]) for name, value in row.items()} for row in batch]
+                writer.write_table(pa.Table.from_pylist(typed, schema=schema))
     return path
 
 
@@ -90,7 +90,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, float):
         return "float"
     if isinstance(value, str):
-        return "not finite" if value in _NOT_FINITE else "text"
+        return "not finite" if value in NOT_FINITE else "text"
     if isinstance(value, list):
         inside = {_kind(item) for item in value} - {"none"}
         if len(inside) < 2:
@@ -117,10 +117,6 @@ def _one_kind(lines: Path, name: str, kinds: set[str]) -> str:
     if name.startswith(_FIELD) or name == TURNS:
         return "json"  # objects, and values of several kinds
     raise LockstepError(f"{lines}: the column {name!r} has values of several kinds: {', '.join(sorted(kinds))}.")
-
-
-def _typed(row: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
-    return {_text(name): _as(value, kinds[name]) for name, value in row.items()}
 
 
 def _as(value: Any, kind: str) -> Any:

@@ -158,7 +158,10 @@ class CompletionRow:
             **own,
             health=values.get("health"),  # earlier versions wrote none
             loop_from=values.get("loop_from"),
-            metrics={name: _number(value) for name, value in values.items() if name not in known},
+            # A number, its name where it is not finite, or nothing.
+            metrics={
+                name: None if value is None else float(value) for name, value in values.items() if name not in known
+            },
             fields=values.get(FIELDS, {}),
             prompt_end=_prompt_end(values),
             kept=(tuple(values[TOKEN_IDS]), tuple(values.get(LOGPROBS, ()))) if TOKEN_IDS in values else None,
@@ -270,8 +273,3 @@ def _prompt_end(values: Mapping[str, Any]) -> str:
     """The end of a prompt that opens the reasoning, where a row of a file has some and its text has no marker of it."""
     has_parts = values.get(REASONING) is not None and split_answer(values["generated_text"]).reasoning is None
     return THINKING[0][0] if has_parts else ""
-
-
-def _number(value: float | str | None) -> float | None:
-    """A metric's value as JSON lines have it: a number, its name where it is not finite, or nothing."""
-    return None if value is None else float(value)

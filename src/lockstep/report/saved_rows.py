@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Final, Literal
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.report.alarm_log import HEALTH_FILE
-from lockstep.report.jsonl import numbered_records
+from lockstep.report.jsonl import as_float, numbered_records
 from lockstep.report.rows import FIELDS, FILE_COLUMNS, HEALTH_COLUMNS, TOKEN_COLUMNS, TURNS, Row
 from lockstep.report.turns import Turn, conversation_text
 
@@ -135,7 +134,6 @@ OWN: Final = ("step", "round", "prompt_id", "generation_id", "prompt", "generate
 """The columns with a meaning of their own; the others are numbers or texts about the answer."""
 TOKENS, TOKEN_LOGPROBS = TOKEN_COLUMNS
 HEALTH, LOOP_FROM = HEALTH_COLUMNS
-_NAMED_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,10 +200,8 @@ def parse_row(record: Mapping[str, Any], place: str) -> SavedRow:
     for name, value in record.items():
         if name in (*OWN, *FILE_COLUMNS, LOOP_FROM) or (name == HEALTH and not isinstance(value, int | float)):
             continue
-        if value is None or isinstance(value, int | float):
-            numbers[name] = None if value is None else _float(value)
-        elif value in _NAMED_FLOATS if isinstance(value, str) else False:
-            numbers[name] = _NAMED_FLOATS[value]
+        if value is None or (number := as_float(value)) is not None:
+            numbers[name] = None if value is None else number
         elif isinstance(value, str):
             texts[name] = value
         else:
@@ -278,22 +274,12 @@ def _tokens(record: Mapping[str, Any], place: str) -> list[tuple[str, float]]:
         raise LockstepError(
             f"{place}: {len(texts)} {TOKENS} and {len(logprobs)} {TOKEN_LOGPROBS}. Write one of each per token."
         )
-    return [(text, _float(value)) for text, value in zip(texts, logprobs, strict=True)]
+    pairs = zip(texts, map(as_float, logprobs), strict=True)
+    return [(text, number) for text, number in pairs if number is not None]
 
 
 def _is_number(value: Any) -> bool:
-    return (isinstance(value, int | float) and not isinstance(value, bool)) or (
-        isinstance(value, str) and value in _NAMED_FLOATS
-    )
-
-
-def _float(value: float | str) -> float:
-    if isinstance(value, str):
-        return _NAMED_FLOATS[value]
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+    return not isinstance(value, bool) and as_float(value) is not None
 
 
 def _found(record: Mapping[str, Any], name: str, place: str) -> Any:

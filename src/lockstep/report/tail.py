@@ -3,10 +3,9 @@
 import collections
 import dataclasses
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -17,35 +16,25 @@ from rich.text import Text
 from lockstep.errors import ConfigError
 from lockstep.printable import visible
 from lockstep.report.health_strips import ToldAlarm, lasting_states
-from lockstep.report.jsonl import numbered_records, parse_record
-from lockstep.report.saved_rows import RunFiles, SavedRow, find_run, parse_row, read_rows
+from lockstep.report.jsonl import parse_record
+from lockstep.report.saved_rows import SavedRow, find_run, parse_row
 from lockstep.report.terminal_table import SamplesTable
 
 _CHECKED: Final = 256  # bytes before the place read up to that must still be there, or the file is another one
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FileChange:
-    """Changes of a file since it was last read."""
-
-    taken_back: int  # number of records, the last ones that were read, that are not in the file any more
-    records: list[tuple[str, dict[str, Any]]]  # the records that are new, each with its place for errors
-
-
 class FollowedFile:
-    """Reads what is appended to a file, by offset.
+    """Reads what is appended to a file, by offset; all of it where what was read is not there any more.
 
-    A run that goes on from a checkpoint writes its files anew without what came after it. Then the file is read from
-    its beginning, and only what was not there before counts as new.
+    A run that goes on from a checkpoint writes its files anew without what came after it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._inode, self._offset, self._before = -1, 0, b""
-        self._lines: list[int] = []  # a hash of each line that was read
+        self._offset, self._lines, self._before = 0, 0, b""
 
-    def look(self, *, at_end: bool = False) -> FileChange:
-        """Return what is new.
+    def look(self, *, at_end: bool = False) -> tuple[bool, list[tuple[str, dict[str, Any]]]]:
+        """Return whether all of it was read again, and the records that are new, each with its place for errors.
 
         Args:
             at_end: Whether nobody writes any more, so that a last line may lack its newline.
@@ -53,37 +42,22 @@ class FollowedFile:
         try:
             file = open(self.path, "rb")
         except FileNotFoundError:  # not written yet
-            return FileChange(taken_back=0, records=[])
+            return False, []
         with file:
-            kept = len(self._lines) if self._goes_on(file) else 0
-            file.seek(self._offset if kept else 0)
+            file.seek(self._offset - len(self._before))
+            again = file.read(len(self._before)) != self._before
+            if again:
+                self._offset = self._lines = 0
+            file.seek(self._offset)
             content = file.read()
             end = len(content) if at_end and content[-1:] == b"}" else content.rfind(b"\n") + 1
-            lines = content[:end].split(b"\n")[: None if at_end and content[-1:] == b"}" else -1]
-            offset = (self._offset if kept else 0) + end
-            file.seek(max(0, offset - _CHECKED))
-            self._inode, self._offset = os.fstat(file.fileno()).st_ino, offset
-            self._before = file.read(offset - file.tell())
-        hashes = [hash(line) for line in lines]
-        same = 0
-        if not kept:
-            while same < min(len(hashes), len(self._lines)) and hashes[same] == self._lines[same]:
-                same += 1
-        taken_back = 0 if kept else len(self._lines) - same
-        first = kept + same
-        self._lines = self._lines[:first] + hashes[same:]
-        new = [(f"{self.path}:{first + place}", line) for place, line in enumerate(lines[same:], start=1)]
-        return FileChange(
-            taken_back=taken_back, records=[(place, parse_record(line, place)) for place, line in new if line.strip()]
-        )
-
-    def _goes_on(self, file: BinaryIO) -> bool:
-        """Whether the file is the one that was read, with the same content up to the place read up to."""
-        stat = os.fstat(file.fileno())
-        if stat.st_ino != self._inode or stat.st_size < self._offset:
-            return False
-        file.seek(self._offset - len(self._before))
-        return file.read(len(self._before)) == self._before
+            self._offset += end
+            file.seek(max(0, self._offset - _CHECKED))
+            self._before = file.read(self._offset - file.tell())
+        lines = content[:end].removesuffix(b"\n").split(b"\n") if end else []
+        places = [(f"{self.path}:{number}", line) for number, line in enumerate(lines, self._lines + 1)]
+        self._lines += len(lines)
+        return again, [(place, parse_record(line, place)) for place, line in places if line.strip()]
 
 
 TREND: Final = 64  # the last values of a metric that are kept, for its trend
@@ -121,7 +95,7 @@ class Tail:
         self.alarms: dict[tuple[str, str], ToldAlarm] = {}
         """The last alarm of each state that is still there, by the name of the rounds and the state."""
         self.new_alarms: list[ToldAlarm] = []  # the alarms that the last look found
-        self.taken_back = 0  # lines that the last look did not find any more: the run went back to a checkpoint
+        self.went_back = False  # whether the last look found lines no more, because the run went back to a checkpoint
         if must_be_there:
             run = find_run(run_name)
             if not (run.rows or run.rollouts or run.metrics):
@@ -137,31 +111,25 @@ class Tail:
             at_end: Whether nobody writes any more, so that a last line may lack its newline.
         """
         run, health = find_run(self._name), list[dict[str, Any]]()
-        self.new_rows, self.new_metrics, self.new_alarms, self.taken_back = [], [], [], 0
+        self.new_rows, self.new_metrics = [], []
         answers = run.rows or run.rollouts
-        for path in (*answers, *run.metrics, *run.health):
-            news = self._files.setdefault(path, FollowedFile(path)).look(at_end=at_end)
-            self.taken_back += news.taken_back
+        paths = (*answers, *run.metrics, *run.health)
+        news = {path: self._files.setdefault(path, FollowedFile(path)).look(at_end=at_end) for path in paths}
+        self.went_back = any(again for again, _ in news.values())
+        if self.went_back:
+            self.newest, self.metrics, self.trends, self.alarms = [], {}, {}, {}
+            self._files = {path: FollowedFile(path) for path in paths}
+            news = {path: file.look(at_end=at_end) for path, file in self._files.items()}
+        for path, (_, records) in news.items():
             if path in answers:
-                self.new_rows += [parse_row(record, place) for place, record in news.records]
+                self.new_rows += [parse_row(record, place) for place, record in records]
             elif path in run.health:
-                health = [record for _, record in news.records]
+                health = [record for _, record in records]
             else:
-                self.new_metrics += [metrics for _, record in news.records if (metrics := metrics_record(record))]
+                self.new_metrics += [metrics for _, record in records if (metrics := metrics_record(record))]
         self.new_alarms = [alarm for record in health if (alarm := ToldAlarm.from_record(record))]
-        if self.taken_back:
-            self._read_anew(run)
-        else:
-            self._add(self.new_rows, self.new_metrics, health)
-        return bool(self.new_rows or self.new_metrics or health or self.taken_back)
-
-    def _read_anew(self, run: RunFiles) -> None:
-        """Forget what is shown, some of which was taken back, and read what there is now."""
-        self.newest, self.metrics, self.trends, self.alarms = [], {}, {}, {}
-        rows = [row for path in run.rows or run.rollouts for row in read_rows(path)]
-        metrics = [record for path in run.metrics for _, record in numbered_records(path)[0]]
-        health = [record for path in run.health for _, record in numbered_records(path)[0]]
-        self._add(rows, [newest for record in metrics if (newest := metrics_record(record))], health)
+        self._add(self.new_rows, self.new_metrics, health)
+        return bool(self.new_rows or self.new_metrics or health or self.went_back)
 
     def _add(
         self, rows: Iterable[SavedRow], metrics: Iterable[MetricsRecord], health: Iterable[Mapping[str, Any]]
@@ -251,7 +219,7 @@ class PanelView:
 
 
 class LineView:
-    """A line per sample and per set of metrics. What was there before the first look is shown in brief."""
+    """A line per sample and per set of metrics. What was there before the first look, or is left, is shown in brief."""
 
     def __init__(self, tail: Tail, rows: int, console: Console) -> None:
         self._tail, self._rows, self._console = tail, rows, console
@@ -260,8 +228,9 @@ class LineView:
     def show(self) -> None:
         """Print what the last look found."""
         tail = self._tail
-        if tail.taken_back:
-            self._print(f"the run went back: {tail.taken_back:,} lines were taken back")
+        if tail.went_back:
+            self._print("the run went back to a checkpoint; what is left:")
+            self._first = True
         if self._first and (tail.metrics or tail.newest):
             self._first = False
             newest: dict[int, dict[str, float | str]] = {}

@@ -140,11 +140,8 @@ def fetch_tokenizer(
     """
     name, model = os.fspath(path), os.fspath(checkpoint)
     files: dict[str, bytes] = {}
-    if _commit_of_code(name, trust_remote_code) is None and _is_remote(name):
-        if "://" in name:
-            files = _files_at_url(name, _SUFFIXES)
-        else:
-            files = _files_on_hub(name)
+    if _commit_of_code(name, trust_remote_code) is None and ("://" in name or _is_on_hub(name)):
+        files = _files_at_url(name, _SUFFIXES) if "://" in name else _files_on_hub(name)
         _check_files(name, list(files))
     if "://" in model and model != name:
         endings = tuple(f"/{file}" for file in ENDING_FILES)
@@ -341,10 +338,6 @@ def _check_named_files(text: bytes, file: str) -> None:
             for path in value if isinstance(value, list) and key.endswith("files") else [value]:
                 if isinstance(path, str):  # a vocabulary itself is an object, merges are a list
                     check_bare_name(path, f"{key} in {file}")
-
-
-def _is_remote(name: str) -> bool:
-    return "://" in name or _is_on_hub(name)
 
 
 def _is_on_hub(name: str) -> bool:

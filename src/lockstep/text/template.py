@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from lockstep.errors import PromptError
 from lockstep.limits import LINE_BYTES, TEMPLATE_BYTES
@@ -98,13 +98,10 @@ class TemplateProcess:
             process.stdin.flush()
             return _read(process, end)
         except (BrokenPipeError, EOFError):
-            self._raise_ended(process)
-
-    def _raise_ended(self, process: subprocess.Popen[bytes]) -> NoReturn:
-        raise PromptError(
-            f"its process ended ({process.wait()}), as where {TEMPLATE_BYTES:,} bytes of memory are not enough. Use a "
-            "tokenizer with another one."
-        ) from None
+            raise PromptError(
+                f"its process ended ({process.wait()}), as where {TEMPLATE_BYTES:,} bytes of memory are not enough. "
+                "Use a tokenizer with another one."
+            ) from None
 
 
 def _read(process: subprocess.Popen[bytes], end: float) -> dict[str, Any]:

@@ -29,9 +29,9 @@ class CompileProgress:
         every: The seconds after which a log says again what is still being compiled.
     """
 
-    def __init__(self, console: Console | None = None, quiet: bool = False, every: float = 60.0) -> None:
+    def __init__(self, console: Console | None = None, every: float = 60.0) -> None:
         self._console = Console(stderr=True) if console is None else console
-        self._quiet, self._every = quiet, every
+        self._every = every
         self._start = time.monotonic()
         self._lock = threading.Lock()
         self._now: dict[str, float] = {}
@@ -44,13 +44,13 @@ class CompileProgress:
                 self._now[name] = time.monotonic()
             else:
                 self._now.pop(name, None)
-            if not (self._quiet or (self._live and event == "compiling")):
+            if not (self._live and event == "compiling"):
                 self._print(f"{name}: {event}")
 
     @contextlib.contextmanager
     def live(self) -> Iterator["CompileProgress"]:
         """Show inside this context what is being compiled: on a terminal in a live line, in a log from time to time."""
-        self._live = self._console.is_terminal and not self._quiet
+        self._live = self._console.is_terminal
         ended = threading.Event()
         thread = threading.Thread(target=self._repeat, args=(ended,), daemon=True)
         thread.start()
@@ -71,7 +71,7 @@ class CompileProgress:
     def _repeat(self, ended: threading.Event) -> None:
         while not ended.wait(self._every):
             with self._lock:
-                if self._now and not (self._quiet or self._live):
+                if self._now and not self._live:
                     self._print(f"still {self.__rich__()}")
 
     def _print(self, line: str) -> None:
@@ -102,7 +102,6 @@ class Summary:
     text: str
     digest: str
     seconds: float  # seconds that compiling took, when it was done
-    cached: bool  # whether the result was on disk
 
     def memory_analysis(self) -> Memory:
         return self.memory
@@ -141,21 +140,12 @@ class CompileCache:
             self._write(key, content)
             took = f"{time.monotonic() - start:.1f} s"
             self._report(name, f"does not fit ({took})" if "refused" in content else f"compiled in {took}")
-            cached = False
         else:
             self._report(name, "known to be too large, from the cache" if "refused" in content else "from the cache")
-            cached = True
         if "refused" in content:
             raise _TOO_LARGE[content["refused"]](content["message"], needed=content["needed"], limit=content["limit"])
-        summary = Summary(
-            memory=Memory(**content["memory"]),
-            text=content["text"],
-            digest=content["digest"],
-            seconds=content["seconds"],
-            cached=cached,
-        )
-        self.summaries[name] = summary
-        return summary
+        self.summaries[name] = Summary(**content | {"memory": Memory(**content["memory"])})
+        return self.summaries[name]
 
     def _compile(self, lowered: jax.stages.Lowered, name: str, options: Mapping[str, str]) -> dict[str, Any]:
         start = time.monotonic()

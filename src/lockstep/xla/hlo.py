@@ -172,10 +172,7 @@ def _parse(line: str) -> Op | None:
     if not text.startswith("%") or " = " not in text:
         return None
     name, rest = text.split(" = ", 1)
-    if rest.startswith("("):
-        end = _closing(rest, 0) + 1
-    else:
-        end = rest.index(" ")
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
     opening = rest.index("(")
     inner = rest[opening + 1 : _closing(rest, opening)]

@@ -3,7 +3,6 @@
 import dataclasses
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from lockstep.batch_inference.job_progress import Board, HostProgress, JobProgress, Meter
@@ -52,32 +51,23 @@ def test_what_drafts_saved_over_all_hosts_and_rounds():
     assert "drafts" not in line(JOB)
 
 
-def test_in_lockstep_a_host_has_the_tokens_of_its_devices():
+def test_rounds_and_pauses_add_up():
     posted = []
-    board = SimpleNamespace(post=posted.append)
-    # Three replicas of two devices: the second one's devices are on two hosts.
-    shares = np.asarray([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
-    meter = Meter(board, lambda: 100.0, lambda: shares)
+    meter = Meter(SimpleNamespace(post=posted.append), lambda: 100.0)
     for tokens, finished in (((10, 20, 30), 1), ((30, 60, 40), 2)):
         meter(SimpleNamespace(counts=Counts(finished=finished, tokens=tokens, pages=7, max_pages=9)))
     meter.add_prompts(2)
     meter.pause()
     meter.begin()
     meter(SimpleNamespace(counts=Counts(finished=1, tokens=(1, 2, 3), pages=7, max_pages=9)))
-    assert [(each.rows, each.tokens, each.by_host) for each in posted] == [
-        (1, 60, [20.0, 40.0]),
-        (2, 130, [60.0, 70.0]),
-        (3, 136, [62.0, 74.0]),
-    ]
+    assert [(progress.rows, progress.tokens) for progress in posted] == [(1, 60), (2, 130), (3, 136)]
     end = meter.total(done=True)
     assert (end.rows, end.prompts, end.tokens, end.pages, end.done) == (3, 2, 136, 0, True)
 
-    job = dataclasses.replace(JOB, hosts=[dataclasses.replace(FIRST, by_host=[45_000.0, 15_000.0])])
-    assert job.host_rates == [2250.0, 750.0] and job.rate == 3000.0
-    assert job.metrics()["host_1/tokens_per_second"] == 750.0
-    assert "3,000 tokens/s (2,250 + 750)" in line(job)
-    many = dataclasses.replace(JOB, hosts=[dataclasses.replace(FIRST, by_host=[400.0 + 10 * i for i in range(64)])])
-    assert "20 to 52 on each of 64 hosts" in line(many)
+
+def test_the_speeds_of_many_hosts_are_the_lowest_and_the_highest():
+    hosts = [dataclasses.replace(FIRST, tokens=400 + 10 * number) for number in range(64)]
+    assert "20 to 52 on each of 64 hosts" in line(dataclasses.replace(JOB, hosts=hosts))
 
 
 def body_board(hosts, steps):

@@ -66,7 +66,7 @@ def test_a_line_that_is_no_row_is_left_out(tmp_path, number):
 def test_rows_of_another_job_are_refused_with_what_differs(tmp_path):
     manifest = {"seed": 0, "checkpoint": "aa", "metrics": []}
     assert check_manifest(tmp_path, manifest, force=False) == []
-    write_manifest(tmp_path, manifest, 0)
+    write_manifest(tmp_path, manifest)
     assert check_manifest(tmp_path, manifest, force=False) == []
     changed = {**manifest, "seed": 1, "checkpoint": "bb"}
     with pytest.raises(ConfigError, match=r'checkpoint was "aa" and is "bb"; seed was 0 and is 1.*--resume force'):
@@ -81,7 +81,7 @@ def test_rows_of_unknown_origin_are_refused(tmp_path):
 
 
 def test_a_setting_that_only_one_of_two_jobs_has_makes_them_differ(tmp_path):
-    write_manifest(tmp_path, {"seed": 0, "old": 1}, 0)
+    write_manifest(tmp_path, {"seed": 0, "old": 1})
     assert check_manifest(tmp_path, {"seed": 0, "new": 2}, force=True) == [
         "old was 1 and is null",
         "new was null and is 2",
@@ -89,7 +89,7 @@ def test_a_setting_that_only_one_of_two_jobs_has_makes_them_differ(tmp_path):
 
 
 def test_a_manifest_appears_whole_and_leaves_nothing_temporary(tmp_path):
-    path = write_manifest(tmp_path / "rows", {"seed": 0}, 3)
+    path = write_manifest(tmp_path / "rows", {"seed": 0})
     assert [each.name for each in path.parent.iterdir()] == ["job.json"]
 
 
@@ -107,7 +107,7 @@ def test_another_job_behind_a_url_is_refused_and_leaves_nothing_here(tmp_path):
     with pytest.raises(ConfigError, match=r"file://.*there has rows but no job.json"):
         remote.check({"seed": 0}, force=False)
     assert remote.check({"seed": 0}, force=True) == []
-    write_manifest(there, {"seed": 0}, 0)
+    write_manifest(there, {"seed": 0})
     assert remote.check({"seed": 0}, force=False) == []
     with pytest.raises(ConfigError, match=r"file://.*there has rows of a job that differs.*seed was 0 and is 1"):
         remote.check({"seed": 1}, force=False)
@@ -117,9 +117,9 @@ def test_another_job_behind_a_url_is_refused_and_leaves_nothing_here(tmp_path):
 
 def test_fetching_leaves_the_manifest_here_and_the_rows_that_are_there_now(tmp_path):
     remote, there = remote_of(tmp_path, a=[0, 1], b=[2])
-    write_manifest(there, {"seed": 1}, 0)
+    write_manifest(there, {"seed": 1})
     here = tmp_path / "here"
-    manifest = write_manifest(here, {"seed": 0}, 0)
+    manifest = write_manifest(here, {"seed": 0})
     remote.fetch(here, 1)
     assert [each["num_tokens"] for each in read_jsonl(here / "samples-host-000-found.jsonl")] == [0, 1, 2]
     remote.fetch(here, 2)

@@ -63,9 +63,8 @@ def test_what_fails_in_a_job_of_ones_own_is_told_to_the_others():
 
 def test_what_all_have_already_is_not_told_again():
     def body(hosts):
-        with pytest.raises(PeerError) as caught, hosts.run_on_all("outer"):
-            with hosts.run_on_all("inner"):
-                raise ValueError(f"no prompts on {hosts.index}")
+        with pytest.raises(PeerError) as caught, hosts.run_on_all("outer"), hosts.run_on_all("inner"):
+            raise ValueError(f"no prompts on {hosts.index}")
         return str(caught.value)
 
     one, other = run_threads(body, 2)

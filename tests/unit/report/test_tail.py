@@ -1,5 +1,4 @@
 import io
-import os
 
 import pytest
 from rich.console import Console
@@ -40,10 +39,10 @@ def test_a_run_that_goes_back_shows_what_is_left(run):
     drop_later(run / "metrics.jsonl", 1)
     append_jsonl(run / "metrics.jsonl", [{"step": 2, "loss": 9.0}])
     assert tail.look()
-    assert tail.taken_back == 3
-    assert [each.when for each in tail.newest] == [0, 0]
+    assert tail.went_back and [row.when for row in tail.newest] == [0, 0]
     assert tail.metrics["loss"] == (2, 9.0) and list(tail.trends["loss"]) == [5.0, 4.0, 9.0]
-    assert [record.values for record in tail.new_metrics] == [{"loss": 9.0}] and not tail.new_rows
+    drop_later(run / "metrics.jsonl", 2)
+    assert not tail.look(), "the file is another one, and what was read is in it"
 
 
 def test_a_run_that_has_not_begun_is_waited_for_unless_nobody_follows(tmp_path):
@@ -57,19 +56,18 @@ def test_a_run_that_has_not_begun_is_waited_for_unless_nobody_follows(tmp_path):
 
 
 def steps(news):
-    return [record["step"] for _, record in news.records]
+    return [record["step"] for _, record in news[1]]
 
 
 def test_only_what_is_new_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     file = FollowedFile(path)
-    assert file.look().records == []
+    assert file.look() == (False, [])
     append_jsonl(path, [{"step": 0}, {"step": 1}])
     assert steps(file.look()) == [0, 1]
-    assert file.look().records == []
+    assert file.look() == (False, [])
     append_jsonl(path, [{"step": 2}])
-    news = file.look()
-    assert news.taken_back == 0 and news.records == [(f"{path}:3", {"step": 2})]
+    assert file.look() == (False, [(f"{path}:3", {"step": 2})])
 
 
 def test_half_a_line_waits_for_the_other_half(tmp_path):
@@ -86,30 +84,17 @@ def test_half_a_line_waits_for_the_other_half(tmp_path):
     assert steps(file.look()) == [2]
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_takes_lines_back(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    append_jsonl(path, [{"step": step} for step in range(5)])
-    file = FollowedFile(path)
-    file.look()
-    drop_later(path, 2)
-    append_jsonl(path, [{"step": 3, "again": True}])
-    news = file.look()
-    assert (news.taken_back, news.records) == (2, [(f"{path}:4", {"step": 3, "again": True})])
-    append_jsonl(path, [{"step": 4}])
-    assert steps(file.look()) == [4]
-
-
-@pytest.mark.parametrize("longer", [False, True])
-def test_a_file_that_is_written_over_in_place_is_read_anew(tmp_path, longer):
+@pytest.mark.parametrize("more", [0, 3])
+def test_a_file_that_has_lost_lines_is_read_anew(tmp_path, more):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"step": 10}\n{"step": 11}\n')
     file = FollowedFile(path)
     file.look()
-    inode = os.stat(path).st_ino
-    path.write_text('{"step": 10}\n' + '{"step": 22}\n' * (3 if longer else 0))
-    assert os.stat(path).st_ino == inode
+    path.write_text('{"step": 10}\n' + '{"step": 22}\n' * more)
     news = file.look()
-    assert (news.taken_back, steps(news)) == (1, [22] * (3 if longer else 0))
+    assert (news[0], steps(news)) == (True, [10] + [22] * more)
+    append_jsonl(path, [{"step": 4}])
+    assert file.look() == (False, [(f"{path}:{more + 2}", {"step": 4})])
 
 
 def test_a_line_that_is_not_a_record_is_said_with_its_number(tmp_path):
@@ -223,4 +208,5 @@ def test_lines_begin_with_the_newest_and_go_on_with_all(tail, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(kept))
     tail.look()
     view.show()
-    assert shown.file.getvalue().splitlines()[7:] == ["the run went back: 8 lines were taken back"]
+    left = ["step 1  train/loss 0.5", "step 3  samples/reward 0.5"]
+    assert shown.file.getvalue().splitlines()[7:10] == ["the run went back to a checkpoint; what is left:", *left]

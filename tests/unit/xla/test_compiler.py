@@ -36,13 +36,6 @@ def test_a_name_is_no_markup():
     assert "step [red]: compiling" in log.file.getvalue()
 
 
-def test_quiet_prints_nothing():
-    log = console()
-    with CompileProgress(log, quiet=True).live() as progress:
-        progress("decode", "compiling")
-    assert log.file.getvalue() == ""
-
-
 def test_a_log_says_again_what_takes_long():
     log = console()
     with CompileProgress(log, every=0.01).live() as progress:
@@ -88,7 +81,7 @@ def test_the_second_time_nothing_is_compiled(tmp_path, told):
     again = make(tmp_path, told)(lowered(), "f")
     assert [what for _, what in told if what == "compiling"] == ["compiling"] and told[-1] == ("f", "from the cache")
     assert (again.memory, again.text, again.digest) == (first.memory, first.text, first.digest)
-    assert again.cached and not first.cached and again.memory.argument_size_in_bytes == 32
+    assert again.memory.argument_size_in_bytes == 32
 
 
 def test_another_program_or_topology_is_another_result(tmp_path, told):

@@ -30,30 +30,6 @@ MAX_INCREMENTS = 100
 (https://github.com/wandb/wandb/pull/9810)."""
 
 
-class WandbTables:
-    """W&B tables that grow over a run: each addition sends the rows that are new, so that each row is there once.
-
-    The columns of a W&B table are fixed, and W&B shows its last 100 increments. So another table, ``NAME_2``, goes on
-    when a metric comes that the first has no column for, and after 100 additions. It has a name of its own because W&B
-    keeps all increments of a name in one artifact, and links them where a run is resumed, whatever their columns.
-    """
-
-    def __init__(self, run: "wandb.Run") -> None:
-        self._run = run
-        self._tables: dict[str, _GrowingTable] = {}
-
-    def add(self, name: str, rows: Sequence[TableRow], *, step: int) -> dict[str, Any]:
-        """Add rows to a table.
-
-        Returns:
-            The values to log before the next addition; empty where an earlier start of a resumed run has logged rows
-            of this step or a later one.
-        """
-        if name not in self._tables:
-            self._tables[name] = _GrowingTable(self._run, name)
-        return self._tables[name].add(rows, step)
-
-
 @dataclasses.dataclass(frozen=True)
 class _State:
     """The state of a table that is kept beside it."""
@@ -65,9 +41,13 @@ class _State:
 
 
 class _GrowingTable:
-    """The tables ``NAME``, ``NAME_2``, … and ``NAME_state``: where a resumed run goes on.
+    """The tables ``NAME``, ``NAME_2``, …, to which each addition sends the rows that are new, and ``NAME_state``.
 
-    The state is logged with the rows, so that W&B has both or neither, whenever the process is killed.
+    The columns of a W&B table are fixed, and W&B shows its last 100 increments. So another table, ``NAME_2``, goes on
+    when a metric comes that the first has no column for, and after 100 additions. It has a name of its own because W&B
+    keeps all increments of a name in one artifact, and links them where a run is resumed, whatever their columns.
+    The state, from which a resumed run goes on, is logged with the rows: W&B has both or neither, whenever the process
+    is killed.
     """
 
     def __init__(self, run: "wandb.Run", name: str) -> None:
@@ -84,10 +64,9 @@ class _GrowingTable:
                 saved = typed(_State, json.loads(state))
             self._number, self._additions, self._columns = saved.table, saved.additions, saved.columns
             self._logged_before = saved.step
-        elif summary.get(name) is not None:
-            self._number = 1  # a version of Lockstep without states has logged it
 
     def add(self, rows: Sequence[TableRow], step: int) -> dict[str, Any]:
+        """The values to log next; none where an earlier start has logged rows of this step or a later one."""
         import wandb
 
         if self._logged_before is not None and step <= self._logged_before:
@@ -137,7 +116,7 @@ class WandbTracker:
 
     def __init__(self, run: "wandb.Run", *, alone: bool = True) -> None:
         self._run, self._alone = run, alone
-        self._tables = WandbTables(run)
+        self._tables: dict[str, _GrowingTable] = {}
         self._axes: set[str] = set()
         self._finished = False
 
@@ -153,7 +132,9 @@ class WandbTracker:
 
     def log_rows(self, name: str, rows: Sequence[TableRow], *, step: int) -> None:
         """Add the rows to the table in W&B; only they are sent."""
-        if rows and (values := self._tables.add(name, rows, step=step)):
+        if rows and name not in self._tables:
+            self._tables[name] = _GrowingTable(self._run, name)
+        if rows and (values := self._tables[name].add(rows, step)):
             self._log(values, step)
 
     def alert(self, *, title: str, text: str, step: int) -> None:

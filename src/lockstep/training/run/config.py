@@ -91,7 +91,6 @@ class Setup[Loaded: Data]:
     data: Loaded
     tokenizer: "PreTrainedTokenizerBase"
     model: PyTree  # the model that training begins or goes on with
-    model_max_seq_len: int  # number of tokens of the model's longest sequence
     initial_model: Callable[[], PyTree]  # makes the model anew as it is before the first step
     trainer: Trainer  # the trainer, to which hooks can be added
     run_dir: Path

@@ -68,7 +68,6 @@ def train(config: TrainConfig, hosts: Hosts) -> int:
                 data=run.rows,
                 tokenizer=run.tokenizer,
                 model=model,
-                model_max_seq_len=run.model_config.max_seq_len,
                 initial_model=initial_model,
                 trainer=trainer,
                 run_dir=run.run_dir,

@@ -95,12 +95,6 @@ def test_rows_of_a_step_that_a_resumed_run_repeats_are_not_sent_again(caplog):
     assert [cells[0] for cells in second.logged[-1][1]["t"].data] == [3, 3]
 
 
-def test_a_wandb_run_of_a_version_without_states_goes_on_in_another_table():
-    first = FakeRun()
-    first.summary["t"] = {"_type": "incremental-table-file"}
-    assert log_rounds(FakeRun(resumed=first), [3]) == {"t_2": [3]}
-
-
 OFFLINE_RUN = """
 import sys
 import jax

@@ -19,6 +19,8 @@ from lockstep.training.checkpoints.checkpoint import (
     keep_files,
     named_arrays,
     shape_texts,
+    with_arrays,
+    without_arrays,
 )
 
 
@@ -215,3 +217,18 @@ def test_what_was_kept_comes_back_on_another_machine(tmp_path):
     (second / "a").write_text("newer here")
     bring_files(str(checkpoints), second, ["a", "b"])
     assert (second / "a").read_text() == "newer here"
+
+
+def test_states_come_back_with_arrays_in_their_places():
+    array = np.arange(6).reshape(2, 3)
+    states = {"a": {"rows": [array, {"part": array[0]}], "number": 1.5, "none": None}, "b": array[:0]}
+    arrays = {}
+    values = json.loads(json.dumps(without_arrays(states, arrays)))
+    assert sorted(arrays) == ["hooks.a.rows.0", "hooks.a.rows.1.part", "hooks.b"]
+    np.testing.assert_equal(with_arrays(values, arrays), states)
+
+
+def test_an_array_that_is_not_there_is_an_error():
+    values = without_arrays({"a": np.zeros(1)}, {})
+    with pytest.raises(LookupError, match="hooks.a"):
+        with_arrays(values, {})

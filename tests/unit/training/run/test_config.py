@@ -73,7 +73,6 @@ def setup(model, resumed_from=None):
         data=[],
         tokenizer=None,
         model=model,
-        model_max_seq_len=8,
         initial_model=lambda: "the first model",
         trainer=trainer,
         run_dir=None,

@@ -106,7 +106,7 @@ def test_the_reference_is_read_where_the_loss_compares_with_one(coefficient, ref
     monkeypatch.setattr(module, "read_decoder", lambda model: (model, None))
     trainer = SimpleNamespace(mesh=None, hosts=None, tracker=None, add_hook=hooks.append)
     setup = SimpleNamespace(
-        trainer=trainer, tokenizer=tiny.tokenizer(), data=None, model_max_seq_len=2048, run_dir=None,
+        trainer=trainer, tokenizer=tiny.tokenizer(), data=None, run_dir=None,
         model="the model", reference=lambda renewal: "the model before training",
     )  # fmt: skip
     assert [read("--kl_coefficient", coefficient).make_batches(setup)] == hooks
