@@ -38,7 +38,7 @@ KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "tasks_left
 
 
 def config_facts(config: InferenceEvalConfig) -> dict[str, str]:
-    """What hosts must agree on, by key: numbers as they are, other values as digests."""
+    """The values that hosts must agree on, by key: numbers as they are, other values as digests."""
     texts = {key: json.dumps(value, sort_keys=True) for key, value in dataclasses.asdict(config).items()}
     return {
         f"{config.BLOCK}.{key}": text if isinstance(getattr(config, key), int | float | None) else digest(text)

@@ -291,7 +291,7 @@ def check_is_model(directory: str | os.PathLike[str], names: Iterable[str]) -> N
 
 
 def other_format(filesystem: Any, directory: str) -> str:
-    """What to give in place of a directory without ``config.json``, by what it has."""
+    """The fix for a directory without ``config.json``, by the names that are in it."""
     names = set[str]()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = {entry.rsplit("/", 1)[-1] for entry in filesystem.ls(directory, detail=False)}
