@@ -146,7 +146,12 @@ def train(steps: int, eval_every: int, output_dir: str) -> None:
     rows = np.random.default_rng(0).integers(0, len(tokenizer), (64, 8, LENGTH)).astype(np.int32)
     sharding = NamedSharding(mesh, PartitionSpec())
 
-    config = lockstep.InferenceEvalConfig(prompts=["What is 8 in words?", "one"], eval_every=eval_every, audit=True)
+    config = lockstep.InferenceEvalConfig(
+        prompts=["What is 8 in words?", "one"],
+        prompt_format="text",  # without the tokenizer's chat template
+        eval_every=eval_every,
+        audit=True,
+    )
     callback = lockstep.SampleCallback(config, tokenizer, output_dir=output_dir)
     for step in range(1, steps + 1):
         batch = rows[step % len(rows)]

@@ -59,7 +59,12 @@ def train(steps: int, eval_every: int, output_dir: str) -> None:
 
     train_step = jax.jit(step_fn, donate_argnums=(0, 1))
 
-    config = lockstep.InferenceEvalConfig(prompts=PROMPTS, eval_every=eval_every, metrics=["exact_match"])
+    config = lockstep.InferenceEvalConfig(
+        prompts=PROMPTS,
+        prompt_format="text",  # as the model is trained, without the tokenizer's chat template
+        eval_every=eval_every,
+        metrics=["exact_match"],
+    )
     callback = lockstep.SampleCallback(config, tokenizer, output_dir=output_dir)
     for step in range(1, steps + 1):
         model, opt_state, loss = train_step(model, opt_state, next(batches))

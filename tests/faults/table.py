@@ -33,7 +33,9 @@ FAULTS = [
     Fault("leader_tokenizer_raises", "the leader's tokenizer raises", GOES_ON, "the tokenizer is broken", 10, True),
     Fault("prompt_file_missing_on_one_host", "the prompt file is missing", GOES_ON, "does not exist", 10),
     Fault("prompts_differ", "hosts have different prompts", GOES_ON, "disagree", 10, True),
-    Fault("configuration_differs", "hosts have different settings", GOES_ON, "'configuration'", 10, True),
+    Fault(
+        "configuration_differs", "hosts have different settings", GOES_ON, "'inference_eval.max_new_tokens'", 10, True
+    ),
     Fault("tokenizers_differ", "hosts have different tokenizers", GOES_ON, "'tokenizer'", 10),
     Fault("xla_flags_differ", "hosts have different XLA flags", GOES_ON, "XLA_FLAGS --xla_cpu_enable_fast_math", 10),
     Fault("jax_versions_differ", "hosts have different versions of jax", GOES_ON, "'jax version'", 10),

@@ -86,6 +86,40 @@ def completed_steps(info: Any) -> int:
     )
 
 
+class CalledSteps:
+    """The steps that a loop calls a callback after: says what would otherwise be missed in silence.
+
+    Args:
+        every: The steps between two rounds.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._last: int | None = None
+        self._said = False
+
+    def passed_over(self, step: int) -> str:
+        """Note a call; the first time that a round was due between two calls, say so, else return an empty text."""
+        before, self._last = self._last, step
+        if before is None or self._said or (due := (before // self._every + 1) * self._every) >= step:
+            return ""
+        self._said = True
+        return (
+            f"the loop calls after step {before}, then after step {step}, and a round was due after step {due} "
+            f"(eval_every is {self._every}): there is none. Call after every step, or make eval_every a multiple of "
+            "the steps between calls"
+        )
+
+    def none_due(self) -> str:
+        """Say that no call so far was after a step with a round; empty before the first call."""
+        if self._last is None:
+            return ""
+        return (
+            f"there are no samples: the last call is after step {self._last}, and no call was after a multiple of "
+            f"eval_every, {self._every}. Lower eval_every, or end with on_step(info, force=True), which samples once"
+        )
+
+
 def sampled_model(info: Any) -> Any:
     """The model to sample: an average of the parameters where ``info`` has one."""
     for name in ("eval_model", "model"):

@@ -46,6 +46,10 @@ _WRITERS: weakref.WeakValueDictionary[Path, "Reporter"] = weakref.WeakValueDicti
 """The reporters of this process that write rows, by file."""
 
 
+_LATEST: weakref.WeakValueDictionary[object, "Reporter"] = weakref.WeakValueDictionary()
+"""The reporter that wrote last, by file, or by tracker and name."""
+
+
 class Reporter:
     """Makes the reports of rounds, one after the other, on a thread of its own; the leader alone has one that works.
 
@@ -77,6 +81,8 @@ class Reporter:
         directory = None if samples_path is None else samples_path.parent
         self._alarms = AlarmLog(config.alarms, name, self._tracker, directory)
         self._queue = BackgroundQueue("lockstep-report", size=MAX_WAITING)
+        self._written: set[object] = set()
+        self._mixed = False
 
     def report(
         self,
@@ -213,12 +219,31 @@ class Reporter:
             self._log(step, {**counts, **values, "time/report_s": time.perf_counter() - start})
 
         if self._try("making rows", step, make_rows):
+            self._warn_of_another()
             if (path := self._samples_path) is not None:
                 self._try("writing samples.jsonl", step, lambda: append_jsonl(path, [row.to_record() for row in rows]))
             self._try("the terminal table", step, show)
             self._try("the tracker", step, track)
             if looked_at:
                 self._try("alarms", step, lambda: self._alarms.add(step, *looked_at[0]))
+
+    def _warn_of_another(self) -> None:
+        """Say once that another callback writes where this one does, in turn with it; one that it replaces does not."""
+        places: dict[object, str] = {} if self._samples_path is None else {self._samples_path: str(self._samples_path)}
+        if type(self._tracker) is not NoopTracker:
+            places[id(self._tracker), self._name] = f"the tracker's {self._name}/"
+        for place, text in places.items():
+            latest = _LATEST.get(place)
+            if not self._mixed and place in self._written and latest not in (None, self):
+                self._mixed = True
+                log.warning(
+                    "%s: two callbacks of this name write in turn to %s, where rows do not say whose they are. Give "
+                    "each a name and an output_dir of its own",
+                    self._name,
+                    text,
+                )
+            _LATEST[place] = self
+            self._written.add(place)
 
     def _try(self, part: str, step: int, work: Callable[[], None]) -> bool:
         """Do a part of a report, in which a launch raises; whether it succeeded."""

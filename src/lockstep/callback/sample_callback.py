@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.callback.config import InferenceEvalConfig
 from lockstep.callback.evaluation import ModelSession, TaskRounds, limits_of
-from lockstep.callback.loop_calls import by_one_thread, check_made_of, completed_steps, sampled_model
+from lockstep.callback.loop_calls import CalledSteps, by_one_thread, check_made_of, completed_steps, sampled_model
 from lockstep.callback.reporter import Reporter
 from lockstep.callback.round import RoundPrompts, keep_answers, read_round_prompts, run_round, with_drafts
 from lockstep.engine import EarlierAnswers, Engine
@@ -35,6 +35,15 @@ AFTER_SIGNAL_S = 2.0  # seconds that reports have after a signal: little time re
 
 KEPT = ("last_step", "rounds", "skipped_rounds", "abandoned_rounds", "tasks_left", "last_tasks")
 """Attributes of a callback that a checkpoint keeps; the leader's own failures and errors in a row begin anew."""
+
+
+def config_facts(config: InferenceEvalConfig) -> dict[str, str]:
+    """The values that hosts must agree on, by key: numbers as they are, other values as digests."""
+    texts = {key: json.dumps(value, sort_keys=True) for key, value in dataclasses.asdict(config).items()}
+    return {
+        f"{config.BLOCK}.{key}": text if isinstance(getattr(config, key), int | float | None) else digest(text)
+        for key, text in texts.items()
+    }
 
 
 class SampleCallback:
@@ -122,10 +131,8 @@ class SampleCallback:
         """The step of the last round, finished or failed; None before the first."""
         self._earlier = EarlierAnswers(config.drafts)
         self._errors_in_a_row = 0
-        self._facts = {
-            "configuration": digest(json.dumps(dataclasses.asdict(config), sort_keys=True)),
-            "tokenizer": tokenizer_digest(tokenizer),
-        }
+        self._calls = CalledSteps(config.eval_every)
+        self._facts = {**config_facts(config), "tokenizer": tokenizer_digest(tokenizer)}
 
     @property
     def _hosts(self) -> Hosts:
@@ -177,6 +184,8 @@ class SampleCallback:
             HostTimeoutError: a host is missing.
         """
         step = completed_steps(info)
+        if self.config.enabled and not self._every_call:
+            self._warn(self._calls.passed_over(step))
         self.interrupted, tasks_due, last = False, self.tasks_left == step, force and self.config.at_end
         if self._due(step, force):
             before, self.last_step = self.last_step, step
@@ -200,6 +209,8 @@ class SampleCallback:
         """
         if not self.config.enabled:
             return
+        if not (self.rounds or self.skipped_rounds or self.abandoned_rounds):
+            self._warn(self._calls.none_due())
         # The others wait longer than the leader may take, however short their other waits are.
         timeout_s = self.config.timeout_s + self.config.flush_s
         with self._hosts.scope(f"{self.name}/finish", timeout_s) as hosts:
@@ -330,6 +341,10 @@ class SampleCallback:
             self.tasks_left, self.last_tasks, self.interrupted = step, before, True
             if self._hosts.is_leader:
                 log.warning("%s: the job is asked to end: no tasks after step %d", self.name, step)
+
+    def _warn(self, text: str) -> None:
+        if text and self._hosts.is_leader:
+            log.warning("%s: %s", self.name, text)
 
     def _skip(self, step: int, error: HostError) -> None:
         """Count a failed round, the same on every host, and raise ``error`` again where the configuration says so."""

@@ -155,12 +155,18 @@ def _of_files(own: argparse.Namespace, keys: Mapping[str, str]) -> _RunData:
 def _format_of(url: str) -> str:
     """The format that the first record of a file has."""
     file = list_files(url, "FILE")[0]
-    record = next((item for _, _, item in read_piece(file, 0, 1, ()) if isinstance(item, Mapping)), {})
+    path, bad = without_credentials(file.path), None
+    for line, _, record in read_piece(file, 0, 1, ()):
+        if isinstance(record, Mapping):
+            break
+        bad = bad or (record and f"{place(path, 0, line)} {record}")
+    else:
+        raise ConfigError(bad or f"{path} has no records. Check the file.")
     for name in KNOWN:
         if record.keys() >= set(FORMATS[name].fields):
             return name
     raise ConfigError(
-        f"the first record of {without_credentials(file.path)} has the fields {sorted(record)}, which are those of no "
+        f"the first record of {path} has the fields {sorted(record)}, which are those of no "
         f"format ({', '.join(KNOWN)}). Say which with --format, or name the run's configuration with --{CONFIG_PATH}."
     )
 

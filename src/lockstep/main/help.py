@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import re
+import shutil
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence, Set
@@ -25,6 +26,20 @@ from lockstep.main.commands import COMMANDS, Command
 
 ADDED_OPTIONS: Final = "options"  # title of the group of options that every command has
 WIDTH: Final = 120
+"""Columns of a help text at most, and where there is no terminal."""
+HELP_WIDTH: Final = 76
+"""Columns that the explanation of a key has beside its name; where a terminal has fewer it is below the name."""
+
+
+def terminal_width() -> int:
+    """The columns that a help text may have here, at least 40."""
+    return max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        text, terminal_width(), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,22 +65,30 @@ def overview() -> str:
     """The text of ``lockstep --help``: the commands by what they are for."""
     width = max(len(command.name) for command in COMMANDS)
     lines = [
-        "usage: lockstep COMMAND [--config_path FILE.yaml] [--key.in.dots VALUE ...]",
+        _wrapped("usage: lockstep COMMAND [--config_path FILE.yaml] [--key.in.dots VALUE ...]", " " * 7),
         "",
         "See what your model says while it trains on a TPU pod.",
     ]
     for purpose in dict.fromkeys(command.purpose for command in COMMANDS):
         lines += ["", f"{purpose}:"]
-        lines += [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS if command.purpose == purpose]
+        indent = " " * (width + 4)
+        lines += [
+            _wrapped(f"  {command.name:<{width}}  {command.summary}", indent)
+            for command in COMMANDS
+            if command.purpose == purpose
+        ]
     lines += [
         "",
         "of every command:",
-        "  --help [BLOCK]  its keys with their defaults, or those of one block, such as inference_eval; an example",
-        "  --debug         show the stack of an error that is explained in a line otherwise",
+        _wrapped(
+            "  --help [BLOCK]  its keys with their defaults, or those of one block, such as inference_eval; an example",
+            " " * 18,
+        ),
+        _wrapped("  --debug         show the stack of an error that is explained in a line otherwise", " " * 18),
         "",
-        "A command runs on every host of a job at once. Several processes on one machine:",
+        _wrapped("A command runs on every host of a job at once. Several processes on one machine:"),
         "  lockstep launch --processes 2 --devices_per_process 2 -- lockstep COMMAND ...",
-        "All keys, public names and pages as a site: make docs, in a clone of the repository.",
+        _wrapped("All keys, public names and pages as a site: make docs, in a clone of the repository."),
     ]
     return "\n".join(lines)
 
@@ -73,12 +96,15 @@ def overview() -> str:
 def command_help(command: Command, block: str | None = None) -> str:
     """The text of ``lockstep COMMAND --help``, or of one block of its configuration."""
     description = command.description or f"{command.summary[:1].upper()}{command.summary[1:]}."
+    width = terminal_width()
     parser = argparse.ArgumentParser(
         prog=f"lockstep {command.name}",
-        usage=f"lockstep {command.name} {command.usage}",
-        description=textwrap.fill(description, WIDTH),
+        usage=_wrapped(f"usage: lockstep {command.name} {command.usage}", " " * 7).removeprefix("usage: "),
+        description=_wrapped(description),
         epilog=f"example:\n{textwrap.indent(command.example, '  ')}",
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=44, width=WIDTH),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=max(8, width - HELP_WIDTH), width=width
+        ),
         add_help=False,
     )
     add_keys(parser, command, block)
@@ -155,7 +181,8 @@ def _choice_group(name: str, text: str, choices: dict[str, Any]) -> KeyGroup:
 
 
 def _add_group(parser: argparse.ArgumentParser, group: KeyGroup) -> None:
-    about = "\n".join(textwrap.wrap(group.text.replace("%", "%%"), WIDTH - 2))
+    width = terminal_width()
+    about = "\n".join(textwrap.wrap(group.text.replace("%", "%%"), width - 2))
     added = parser.add_argument_group(group.name or "keys", about)
     for key in group.keys:
         kinds = options_of(key.kind)
@@ -168,7 +195,7 @@ def _add_group(parser: argparse.ArgumentParser, group: KeyGroup) -> None:
             values = ["true", "false"]
         default = key.default if key.default in ("", "required") else f"default: {key.default}"
         text = f"{key.text} ({default})" if default else key.text
-        one_line = len(f"  --{key.name} {{{','.join(values)}}}") <= WIDTH
+        one_line = len(f"  --{key.name} {{{','.join(values)}}}") <= width
         if not one_line:
             text = f"{text}: {', '.join(values)}"
         added.add_argument(

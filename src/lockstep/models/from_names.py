@@ -108,7 +108,10 @@ class NamesReader:
         pattern = pattern or _same(weight, arrays[0], by_layer)
         factors = [] if self.lora is None else [_factors(parameter, self.lora, by_name) for parameter in names]
         if not any(factors):
-            return view(arrays if by_layer else arrays[0], pattern, **(picks or {}))
+            try:
+                return view(arrays if by_layer else arrays[0], pattern, **(picks or {}))
+            except ConfigError as error:
+                raise ConfigError(f"the row {weight!r} ({name}): {error}") from error
         if not all(factors):
             bare = names[factors.index(())]
             raise ConfigError(

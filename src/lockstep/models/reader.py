@@ -53,6 +53,8 @@ def _read_pair(model: tuple[Any, ...]) -> tuple[LlamaConfig, DecoderWeights]:
     kinds = [class_name(type(item)) for item in model]
     alone = next((kind for kind, item in zip(kinds, model, strict=True) if has_reader(type(item))), None)
     fix = f"Pass the {alone} alone" if alone else "docs/your-trainer.md says how to make one"
+    if any(kind.startswith("flax.nnx.") and kind.endswith(".GraphDef") for kind in kinds):
+        fix = "Pass the model, flax.nnx.merge(graphdef, state), of a class with a reader (docs/your-trainer.md)"
     raise UnreadableModelError(
         f"a tuple of ({', '.join(kinds)}) cannot be read as a model; only a pair (LlamaConfig, DecoderWeights) can. "
         f"{fix}."

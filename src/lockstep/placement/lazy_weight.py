@@ -147,7 +147,7 @@ def view(array: Any, pattern: str, **picks: Pick) -> Any:
         raise ConfigError(
             f"the pattern {pattern!r} with {picks or 'no picks'} does not fit an array of shape {tuple(first.shape)}: "
             "it must name each axis of the array once, every axis must be wanted or picked, and the layer is the first "
-            "of the weight."
+            "of the weight. Correct it, or pass one model where the array has several (vmap, pmap)."
         )
     even = not by_layer or not layer_differences(layers)
     first = first if even else common_layer(layers)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lockstep.callback import InferenceEvalConfig, SampleCallback
-from lockstep.callback.loop_calls import completed_steps
+from lockstep.callback.loop_calls import CalledSteps, completed_steps
 from lockstep.errors import ConfigError, LockstepError
 from tests import tiny
 from tests.unit.callback.test_sample_callback import Counting
@@ -82,6 +82,44 @@ def test_callbacks_of_two_names_need_two_directories(tmp_path):
     del first, again, second
     gc.collect()
     made("b", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "texts"),
+    [
+        (2, [1, 2, 3, 4], []),
+        (4, [2, 4, 6, 8], []),
+        (2, [0, 2, 4, 2, 2, 4], []),
+        (
+            6,
+            [4, 8, 12, 16, 20],
+            ["after step 4, then after step 8, and a round was due after step 6 (eval_every is 6)"],
+        ),
+        (2, [3, 6, 9], ["after step 3, then after step 6, and a round was due after step 4"]),
+        (10, [107, 114], ["a round was due after step 110"]),  # a run that goes on from step 100
+    ],
+)
+def test_a_round_between_two_calls_is_said_to_be_missing_once(every, steps, texts):
+    calls = CalledSteps(every)
+    said = [text for step in steps if (text := calls.passed_over(step))]
+    assert len(said) == len(texts) and all(expected in text for expected, text in zip(texts, said, strict=True))
+
+
+def test_a_loop_without_a_round_hears_why(caplog):
+    for steps, words in [
+        ([], ""),
+        ([1, 2], "the last call is after step 2, and no call was after a multiple of eval_"),
+    ]:
+        caplog.clear()
+        callback = SampleCallback(InferenceEvalConfig(prompts=["one"], eval_every=3), tiny.tokenizer())
+        for step in steps:
+            callback(SimpleNamespace(step=step, model=None))
+        callback.finish()
+        assert words in caplog.text and bool(words) == bool(caplog.text)
+    callback = Counting(eval_every=2)
+    callback(SimpleNamespace(step=1, model=None))
+    callback(SimpleNamespace(step=3, model=None))
+    assert "inference_eval: the loop calls after step 1, then after step 3" in caplog.text
 
 
 def test_a_traced_step_is_refused():

@@ -105,6 +105,26 @@ def test_reports_come_in_order_and_complete(tmp_path, capsys):
     assert [f"what the model says after {step}" in shown for step in (1, 2, 3)] == [True] * 3
 
 
+def test_two_callbacks_of_one_name_that_write_in_turn_are_told_once(tmp_path, capsys, caplog):
+    """A cell of a notebook that runs again makes a callback in the place of another: that is no mixture."""
+    tracker = Recorder()
+    first, second = reporter(tmp_path), reporter(tmp_path)
+    for step, own in ((1, first), (2, first), (1, second), (2, second)):
+        own.report(step, PROMPTS, result(), {})
+        assert own.flush(60)
+    assert "write in turn" not in caplog.text
+    for step in (3, 4):
+        for own in (first, second):
+            own.report(step, PROMPTS, result(), {})
+            assert own.flush(60)
+    assert caplog.text.count(f"write in turn to {tmp_path / 'samples.jsonl'}, where rows do not say") == 2
+    pair = [reporter(tracker=tracker), reporter(tracker=tracker), reporter(tracker=Recorder())]
+    for own in pair * 2:
+        own.report(1, PROMPTS, result(), {})
+        assert own.flush(60)
+    assert caplog.text.count("write in turn to the tracker's inference_eval/") == 2
+
+
 def test_every_number_beside_the_metrics_has_a_name_that_no_metric_may_have():
     tracker = Recorder()
     made = reporter(tracker=tracker)

@@ -96,6 +96,16 @@ def test_disabled_does_nothing_and_needs_no_prompts():
     assert callback.rounds == 0
 
 
+def test_hosts_that_disagree_hear_which_keys_differ():
+    first, other = (
+        sample_callback.config_facts(InferenceEvalConfig(prompts=prompts, max_new_tokens=5))
+        for prompts in (["one"], ["two"])
+    )
+    assert first["inference_eval.max_new_tokens"] == "5" and first["inference_eval.at_start"] == "false"
+    assert [key for key in first if first[key] != other[key]] == ["inference_eval.prompts"]
+    assert "one" not in first["inference_eval.prompts"] and first.keys() == other.keys()
+
+
 class Recorder(NoopTracker):
     def __init__(self):
         self.rows, self.scalars = [], []

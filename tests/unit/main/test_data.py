@@ -82,6 +82,21 @@ def test_examples_are_those_of_the_cache(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"\n\n", "x.json has no records. Check the file."),
+        (b'[{"text": "a"}]', "x.json:1 is a JSON list, not an object. Write one object per line."),
+        (b"\x1f\x8b\x08", "x.json:1 is not UTF-8, it begins as gzip does"),
+    ],
+    ids=["empty", "an array", "gzip"],
+)
+def test_a_file_whose_format_is_not_known_says_what_it_is(content, text, tmp_path):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=text):
+        run_data(["--check", str(tmp_path / "x.json"), *FILES])
+
+
+@pytest.mark.parametrize(
     ("words", "text"),
     [
         ([], "lockstep data does nothing without --check"),

@@ -68,6 +68,15 @@ class Outer:
     """Its name."""
 
 
+@pytest.mark.parametrize("columns", [60, 90, 300])
+def test_help_is_as_wide_as_the_terminal_and_no_wider_than_120(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for text in (overview(), *(command_help(find_command(name)) for name in ("eval", "report"))):
+        lines = text.partition("\nexample:\n")[0].splitlines()
+        widest = max(len(line) for line in lines if not line.startswith("  lockstep launch --processes 2"))
+        assert min(columns, 120) - 20 < widest <= min(columns, 120)
+
+
 def test_keys_are_in_groups_with_their_defaults_and_whole_texts():
     groups = {group.name: group for group in key_groups(Outer)}
     assert list(groups) == ["", "inner", "shape"]

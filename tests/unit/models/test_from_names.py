@@ -143,6 +143,9 @@ def test_a_row_without_a_parameter_is_named_with_the_nearest():
     theirs = model()
     with pytest.raises(ConfigError, match=r"q is layers\.0\.q, and .* 16 parameters .*near are .*blocks\.0\.q"):
         from_names({**TABLE, "q": "layers.{}.q"})(theirs)
+    theirs["embed"] = theirs["embed"][None]
+    with pytest.raises(ConfigError, match=r"the row 'embed' \(embed\): the pattern .* does not fit an array of"):
+        from_names(TABLE)(theirs)
     with pytest.raises(ConfigError, match="a row 'wq'; the decoder has no such weight"):
         from_names({**TABLE, "wq": "x"})
     with pytest.raises(ConfigError, match="no row for embed, o, which every model has"):

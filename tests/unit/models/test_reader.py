@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import lockstep
 from lockstep.errors import ConfigError, LockstepError
@@ -172,6 +173,8 @@ def test_a_tuple_of_something_else_is_named() -> None:
         UnreadableModelError, match=r"a tuple of \(builtins\.int, builtins\.str\) .*DecoderWeights\) can\. docs/"
     ):
         read_decoder((1, "a"))
+    with pytest.raises(UnreadableModelError, match=r"Pass the model, flax\.nnx\.merge\(graphdef, state\), of a class"):
+        read_decoder(nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0))))
     with pytest.raises(UnreadableModelError, match=r"Pass the lockstep\.models\.llama\.LlamaLMHeadModel alone"):
         read_decoder((object.__new__(LlamaLMHeadModel), "the state of an optimizer"))
 

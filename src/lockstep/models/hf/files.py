@@ -290,6 +290,23 @@ def check_is_model(directory: str | os.PathLike[str], names: Iterable[str]) -> N
             )
 
 
+def other_format(filesystem: Any, directory: str) -> str:
+    """The fix for a directory without ``config.json``, by the names that are in it."""
+    names = set[str]()
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        names = {entry.rsplit("/", 1)[-1] for entry in filesystem.ls(directory, detail=False)}
+    if "snapshots" in names:
+        return "It is a model's folder of the Hugging Face cache. Give one of those in its snapshots."
+    if names & {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "items"} or {"metadata.json", "model"} <= names:
+        return (
+            "It is a checkpoint of a trainer, as Orbax or TensorStore write them. Export the model to Hugging Face's "
+            "format (Levanter and MaxText have a script; a run of ours: lockstep export)."
+        )
+    if "params.json" in names:
+        return "It has params.json, the format of Meta or Mistral. Download the model in that of transformers."
+    return "Give the directory of a Hugging Face checkpoint."
+
+
 def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], dict[str, str]]:
     """The files of tensors, and the one of each tensor that an index says."""
     check_is_model(directory, heads)

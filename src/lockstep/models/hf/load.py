@@ -37,6 +37,7 @@ from lockstep.models.hf.files import (
     files_in,
     has_tensors,
     local_directory,
+    other_format,
     pack_heads,
     read_heads,
     unpack_heads,
@@ -127,7 +128,7 @@ def _parsed_config(text: bytes | None, path: str | os.PathLike[str]) -> dict[str
     if text is None:
         filesystem, root = url_to_fs(path)
         check_is_model(path, files_in(filesystem, root.rstrip("/")))
-        raise ConfigError(f"{path} has no config.json. Give the directory of a Hugging Face checkpoint.")
+        raise ConfigError(f"{path} has no config.json. {other_format(filesystem, root.rstrip('/'))}")
     return dict(text_part(parse_json(text, f"{path}/config.json", dict, "Download the checkpoint again.")))
 
 

@@ -47,6 +47,9 @@ def chat_of(
         tools: The tools of its record, as `stored_tools` takes them.
     """
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+    if roles and roles[-1] is None:
+        last = sorted(messages[-1]) if isinstance(messages[-1], Mapping) else f"{messages[-1]!r:.80}"
+        raise BadRow(f"{side}has {last} as its last message, without a 'role'. Write messages with role and content.")
     if len(messages) < 2 or roles[-1] != "assistant":
         raise BadRow(
             f"{side}has {len(messages)} messages and ends with role {roles[-1] if roles else None!r}; it must have a "

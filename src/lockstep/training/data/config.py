@@ -303,8 +303,8 @@ class LmDataConfig(DataConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceDataConfig(DataConfig):
     """The data of `train-preference`: pairs in the chat format of UltraFeedback-binarized, with the fields ``chosen``
-    and ``rejected``, each a list of ``{role, content}`` that ends with the assistant's answer, before it the prompt;
-    or single answers with a label.
+    and ``rejected``, each a list of ``{role, content}`` that ends with the assistant's answer, before it the prompt,
+    unless a ``prompt`` has its messages; or single answers with a label.
     """
 
     format: str = "preference"

@@ -60,10 +60,12 @@ class ExampleCheck:
     ) -> None:
         self.tokenizer, self.ends, self._answers, self._length = tokenizer, sorted(ends), kind == "answers", length
         self._kind = kind
-        self._bos, self._parts = tokenizer.bos_token_id, frozenset(part_markers(tokenizer).values())
+        self._bos, self._eos = (-1 if id is None else id for id in (tokenizer.bos_token_id, tokenizer.eos_token_id))
+        self._parts = frozenset(part_markers(tokenizer).values())
         self._draw, self._known = random.Random(seed), set[bytes]()
         self._first: dict[str, str] = {}
         self._last_targets = collections.Counter[int]()  # the last target of each answer without an end token
+        self._labels = collections.Counter[float]()  # of unpaired answers
         self._masked = 0  # answers behind which an end token stands that is no target
         self.examples = 0
         self.trained_ends = 0
@@ -85,6 +87,9 @@ class ExampleCheck:
             self.drawn[slot] = example
         parts = [_ids_and_targets(sequence) for sequence in example]
         wrong = {kind for ids, targets in parts for kind in self._wrong(ids, targets)}
+        wrong |= {"no difference"} if len(parts) == 2 and all(map(np.array_equal, *parts)) else set()
+        if self._kind == "answers" and len(parts) == 1 and (label := example[0].value) is not None:
+            self._labels[label] += 1
         digest = b"".join(part.tobytes() for arrays in parts for part in (np.array([len(arrays[0])]), *arrays))
         key = hash(digest).to_bytes(8, signed=True)  # 64 bits: among a million, one in 10 million draws errs
         wrong |= {"duplicate"} if key in self._known else set()
@@ -114,6 +119,8 @@ class ExampleCheck:
             "thought": "have a marker of reasoning, such as <think>, that is not closed or not opened, or another "
             "family's: see what the chat template writes before and into an answer",
             "no target": "have an empty loss mask: nothing is learned from them",
+            "no text": "have an empty answer or text: only its end is trained",
+            "no difference": "are pairs of two equal answers, which show no preference",
             "duplicate": "are the same as one before",
             "cut": f"are cut, as they are longer than {self._length} tokens (data.max_seq_len)",
         }
@@ -122,6 +129,12 @@ class ExampleCheck:
             if count := self.counts[kind]:
                 share = f"{count:,} of {self.examples:,} examples ({count / self.examples:.1%})"
                 lines.append(f"training data: {share} {text}. The first: {self._first[kind]}")
+        if len(self._labels) == 1 and self.examples > 1:
+            (label,) = self._labels
+            lines.append(
+                f"training data: all {self.examples:,} examples have the label {str(label == 1).lower()}: without the "
+                "other one, a model learns only to make all answers more likely, or all less"
+            )
         return lines
 
     def no_end(self) -> str | None:
@@ -151,6 +164,9 @@ class ExampleCheck:
         if twice[: 1 if self._bos in self.ends else None].any():
             yield "two BOS"
         if not self._answers:
+            # The rest of a document that was cut may be its end alone, which is no target.
+            if self._kind == "documents" and targets.any() and np.isin(ids, (self._bos, self._eos)).all():
+                yield "no text"
             return
         if not targets.any():
             yield "no target"
@@ -158,6 +174,8 @@ class ExampleCheck:
         is_end = np.isin(ids, self.ends)
         answers = np.flatnonzero(np.diff(targets, prepend=False, append=False)).reshape(-1, 2)
         ended = [bool(is_end[begin:end].any()) for begin, end in answers]
+        if is_end[answers[:, 0]].any():
+            yield "no text"
         self.trained_ends += sum(ended)
         if self._length is not None and len(ids) >= self._length and not ended[-1]:
             yield "cut"

@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -178,14 +178,20 @@ def _whole_chats(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]
 
 def _pairs(tokenizer: "PreTrainedTokenizerBase", records: Sequence[Record]) -> list[Example | BadRow]:
     def pair_of(record: Record) -> tuple[Chat, Chat]:
-        chosen, rejected = (messages_of(record, name) for name in ("chosen", "rejected"))
+        chosen, rejected = (answered(record, messages_of(record, name)) for name in ("chosen", "rejected"))
+        tools = record.get("tools")
+        pair = chat_of(tokenizer, chosen, "(chosen) ", tools), chat_of(tokenizer, rejected, "(rejected) ", tools)
         if chosen[:-1] != rejected[:-1]:
             raise BadRow(
                 "has 'chosen' and 'rejected' that differ before the last message; they must answer the same prompt. "
                 "Correct the pair or remove it."
             )
-        tools = record.get("tools")
-        return chat_of(tokenizer, chosen, "(chosen) ", tools), chat_of(tokenizer, rejected, "(rejected) ", tools)
+        return pair
+
+    def answered(record: Record, answer: list[Any]) -> list[Any]:
+        """An answer behind the messages of a 'prompt' of its own, as TRL has them; one without begins a chat."""
+        alone = len(answer) == 1 and isinstance(record.get("prompt"), list)
+        return [*messages_of(record, "prompt"), *answer] if alone else answer
 
     def examples(good: Sequence[tuple[Chat, Chat]]) -> list[Example | BadRow]:
         answers = _answers(tokenizer, [chat for pair in good for chat in pair])
@@ -350,7 +356,9 @@ REFERENCE_FIELDS: Final = ("ref_chosen_logps", "ref_rejected_logps")
 """The fields of log-probabilities under a reference model, sums over the tokens of an answer; the names are TRL's."""
 
 _CHAT = DataFormat(fields=("messages",), optional=("tools",), tokenize=_chats, chats=True)
-_PAIRS = DataFormat(fields=("chosen", "rejected"), optional=("tools",), tokenize=_pairs, chats=True, pairs=True)
+_PAIRS = DataFormat(
+    fields=("chosen", "rejected"), optional=("prompt", "tools"), tokenize=_pairs, chats=True, pairs=True
+)
 
 FORMATS: Final[Mapping[str, DataFormat]] = {
     name: dataclasses.replace(each, name=name)

@@ -195,6 +195,9 @@ type Record = Mapping[str, Any]
 """The fields of a training record by name."""
 
 
+_NAMES = {str: "a text", list: "a list of messages", bool: "true or false", int: "a number", float: "a number"}
+
+
 class BadRow(Exception):
     """A record that cannot be trained on; the text goes on after its place, as in ``file:line is not JSON``."""
 
@@ -259,8 +262,11 @@ def field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any
     if name not in record:
         raise BadRow(f"has no field {name!r}; it has {sorted(record)}. Set data.format to what the file is.")
     if not isinstance(record[name], kind):
-        kinds = " or ".join(type_.__name__ for type_ in (kind if isinstance(kind, tuple) else (kind,)))
-        raise BadRow(f"has {record[name]!r:.200} as {name!r}, which is not a {kinds}. Correct it.")
+        kinds = " or ".join(dict.fromkeys(_NAMES[type_] for type_ in (kind if isinstance(kind, tuple) else (kind,))))
+        raise BadRow(
+            f"has {record[name]!r:.200} as {name!r}; it must be {kinds}. Correct it, or set data.format to what the "
+            "file is."
+        )
     if isinstance(record[name], str) and (broken := lone_surrogate(record[name])):
         raise BadRow(f"has {broken} in {name!r}. Correct it.")
     return record[name]

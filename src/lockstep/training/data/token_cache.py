@@ -295,8 +295,12 @@ class TokenCache:
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
         """Read some rows as the sequences that are in them."""
-        records, _ = self._read(numbers)
-        return [[TokenSequence(n_prompt, tokens) for n_prompt, tokens in parse_record(record)] for record in records]
+        rows = []
+        for record in self._read(numbers)[0]:
+            sequences, values = list(parse_record(record)), parse_values(record)
+            sequence_values = [None] * len(sequences) if values is None else values.tolist()
+            rows.append([TokenSequence(*parts, value) for parts, value in zip(sequences, sequence_values, strict=True)])
+        return rows
 
     def _read(self, numbers: Sequence[int]) -> tuple[list[np.ndarray], int]:
         """Records and the tokens of their longest row."""

@@ -147,6 +147,28 @@ def test_heads_of_another_host_are_those_of_this_one_and_anything_else_is_refuse
 
 
 @pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["_CHECKPOINT_METADATA", "d/0"], r"is a checkpoint of a trainer, as Orbax .*lockstep export"),
+        (["items/_METADATA"], "is a checkpoint of a trainer, as Orbax"),
+        (["metadata.json", "model/x"], "is a checkpoint of a trainer, as Orbax"),
+        (
+            ["snapshots/abc/config.json", "refs/main"],
+            r"folder of the Hugging Face cache\. Give one of those in its",
+        ),
+        (["params.json", "consolidated.safetensors"], r"params\.json, the format of Meta or Mistral"),
+        (["notes.txt"], r"has no config\.json\. Give the directory of a Hugging Face checkpoint\."),
+    ],
+)
+def test_a_directory_of_another_kind_is_named(names, text, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=text):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "program"),
     [("m.Q4_K_M.gguf", "llama.cpp"), ("pytorch_model.bin", "PyTorch"), ("flax_model.msgpack", "Flax")],
 )

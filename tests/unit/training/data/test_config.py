@@ -192,7 +192,7 @@ def test_log_probabilities_of_a_reference_are_read_with_their_pairs(tmp_path):
     np.testing.assert_array_equal(batch["reference_logprobs"], np.array([[-1.1 * n, -n] for n in range(1, 6)], "f4"))
     assert batch["loss_mask"][:, 0].sum(1).tolist() == [2, 3, 4, 5, 6], "beside the right pairs"
     texts = "\n".join(rows.caches[0].metadata.bad)
-    assert "both must be finite" in texts and "which is not a int or float" in texts and "no field 'rejected'" in texts
+    assert "both must be finite" in texts and "it must be a number. Correct" in texts and "no field 'rejected'" in texts
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,25 @@ def test_empty_masks_duplicates_and_cut_examples():
     (cut,) = [line for line in check.problems() if "are cut" in line]
     assert "1 of 5 examples (20.0%) are cut, as they are longer than 5 tokens" in cut and "row 4" in cut
     # The same tokens with another mask, or divided into a pair otherwise, are another example.
-    first, other = (TokenSequence(1, [BOS, 9, EOS]), TokenSequence(2, [BOS, 9, EOS]))
+    first, other = (TokenSequence(1, [BOS, 9, 10, EOS]), TokenSequence(2, [BOS, 9, 10, EOS]))
     assert checked([(first,), (other,), (first, other), (other, first)]).counts == {}
+
+
+def test_empty_answers_equal_pairs_and_labels_of_one_kind():
+    empty, answer = one(2, [BOS, 9, EOS]), one(2, [BOS, 9, 10, EOS])
+    check = checked([empty, (*answer, *empty), (*answer, *answer)])
+    assert check.counts == {"no text": 2, "no difference": 1}
+    assert [line.partition(")")[2] for line in check.problems()] == [
+        " have an empty answer or text: only its end is trained. The first: row 0, …%",
+        " are pairs of two equal answers, which show no preference. The first: row 2, …%&",
+    ]
+    # A document that is cut may leave its end to the next row.
+    documents = [one(0, [BOS, EOS]), one(0, [EOS]), one(0, [BOS, 9, EOS])]
+    assert checked(documents, "documents").counts == {"no text": 1}
+    labels = [(TokenSequence(2, [BOS, 9, token, EOS], label),) for token, label in ((10, 0.0), (11, 0.0), (12, 1.0))]
+    (alone,) = checked(labels[:2]).problems()
+    assert alone.startswith("training data: all 2 examples have the label false: without the other one")
+    assert checked(labels).problems() == []
 
 
 def test_an_example_that_just_fits_is_not_cut():

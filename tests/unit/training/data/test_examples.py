@@ -303,6 +303,31 @@ def test_an_end_that_the_tokenizer_appends_is_not_between_prompt_and_answer(arou
     assert [*document.tokens][: len(before) + 3] == [*before, *plain["ab"], 1]
 
 
+PAIR = {"chosen": chat("ok"), "rejected": chat("no")}
+
+
+def test_a_pair_may_have_its_prompt_beside_the_answers():
+    apart = {"prompt": chat("ok")[:1], "chosen": chat("ok")[1:], "rejected": chat("no")[1:]}
+    records = [PAIR, apart, {**PAIR, "prompt": "q?"}, {**PAIR, "prompt": chat("ok")[:1]}]
+    first, *rest = FORMATS["preference"].tokenize(merging(), records)
+    assert not isinstance(first, BadRow) and rest == [first] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"chosen": "ok"}, "has 'ok' as 'chosen'; it must be a list of messages. Correct it, or set data.format"),
+        ({"chosen": chat("ok")[1:]}, "(chosen) has 1 messages and ends with role 'assistant'; it must have a prompt"),
+        ({"rejected": [*chat("no"), *chat("no")[:1]]}, "(rejected) has 3 messages and ends with role 'user'"),
+        ({"rejected": [{"from": "human"}, {"from": "gpt", "value": "no"}]}, "(rejected) has ['from', 'value'] as its"),
+        ({"rejected": [*chat("a"), *chat("no")]}, "'rejected' that differ before the last message"),
+    ],
+)
+def test_a_pair_that_cannot_be_used_says_what_it_has(values, text):
+    (bad,) = FORMATS["preference"].tokenize(merging(), [{**PAIR, **values}])
+    assert isinstance(bad, BadRow) and text in str(bad)
+
+
 @pytest.mark.parametrize("kind", ["chat", "prompt_completion"])
 def test_an_unpaired_answer_is_tokenised_as_without_a_label(kind):
     tokenizer = merging() if kind == "chat" else characters.Tokenizer()
@@ -322,10 +347,10 @@ def test_an_unpaired_answer_is_tokenised_as_without_a_label(kind):
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"label": 1}, "has 1 as 'label', which is not a bool"),
+        ({"label": 1}, "has 1 as 'label'; it must be true or false"),
         ({"completion": chat("ok")[1:]}, "that do not go together; both must be texts, or"),
         ({"prompt": chat("ok")[:1], "completion": chat("ok")}, "that do not go together"),
-        ({"prompt": 3}, "has 3 as 'prompt', which is not a str or list"),
+        ({"prompt": 3}, "has 3 as 'prompt'; it must be a text or a list of messages"),
         ({"completion": ""}, "has a completion of 0 tokens"),
     ],
 )
@@ -342,8 +367,10 @@ def test_labels_are_a_column(tmp_path):
     config = PreferenceDataConfig(
         train_urls=urls, format="unpaired_preference", max_seq_len=8, shuffle=False, cache_dir=str(tmp_path / "cache")
     )
-    found = characters.columns(config.load(characters.Tokenizer(), 8, 0))
+    rows = config.load(characters.Tokenizer(), 8, 0)
+    found = characters.columns(rows)
     assert found["desirable"].tolist() == [True, False, True]
+    assert [example[0].value for _, example in rows.examples(9)] == [1.0, 0.0, 1.0]
     columns = config.columns(8)
     assert {name: (one.shape, one.dtype) for name, one in columns.items()} == {
         name: (column.shape[1:], column.dtype) for name, column in found.items()

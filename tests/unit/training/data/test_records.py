@@ -25,7 +25,7 @@ from tests.unit.training.data.characters import Tokenizer, columns, preference, 
     ("record", "data_format", "text"),
     [
         ({"prompt": "a"}, "prompt_completion", r"x.jsonl:1 has no field 'completion'"),
-        ({"prompt": "a", "completion": 3}, "prompt_completion", r"x.jsonl:1 has 3 as 'completion', .* not a str"),
+        ({"prompt": "a", "completion": 3}, "prompt_completion", r"x.jsonl:1 has 3 as 'completion'; it must be a text"),
         (
             {"prompt": " ", "completion": "b"},
             "prompt_completion",
