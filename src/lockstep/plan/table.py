@@ -14,7 +14,7 @@ from lockstep.placement.device import TILE
 from lockstep.plan.fsdp import FsdpBytes, ThinPieces
 from lockstep.plan.planner import Plan, SamplingPlan
 from lockstep.plan.step_time import DECODE_ERRORS, DECODE_OVER_BEST, EXPECTED_ERRORS, StepTime, train_time
-from lockstep.plan.summary import moments, rollout_step, run_cost, stop_time
+from lockstep.plan.summary import RolloutStep, moments, rollout_step, run_cost, stop_time
 from lockstep.printable import bytes_text, seconds_text
 from lockstep.terminal import Console
 from lockstep.xla import CollectiveSum, vmem
@@ -46,10 +46,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         if any(sampling.drafts for sampling in plan.sampling):
             console.print(_drafts(plan))
         if split := rollout_step(plan):
-            console.print(
-                f"a step: {seconds_text(split.step_s)}, of which rollout {seconds_text(split.rollout_s)} "
-                f"({split.rollout_s / split.step_s:.0%}, without prefill) and update {seconds_text(split.update_s)}\n"
-            )
+            console.print(_split(split))
         if plan.workload.model.exact:
             console.print(_exact(plan), soft_wrap=True)
         if plan.training:
@@ -249,6 +246,13 @@ def _drafts(plan: Plan) -> Table:
                 seconds_text(draft.step_s), f"{rate:,.0f}", f"{rate / chips:,.0f}",
             )  # fmt: skip
     return table
+
+
+def _split(split: RolloutStep) -> str:
+    return (
+        f"a step: {seconds_text(split.step_s)}, of which rollout {seconds_text(split.rollout_s)} "
+        f"({split.rollout_s / split.step_s:.0%}, without prefill) and update {seconds_text(split.update_s)}\n"
+    )
 
 
 def _exact(plan: Plan) -> str:

@@ -188,7 +188,7 @@ def context_of(
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[Sequence[int]], str]:
-    """What makes texts of token ids (`decode`), for callers of many: to make it takes longer than most texts."""
+    """Return the function that makes texts of token ids (`decode`): to make it takes longer than most texts."""
     markers = part_markers(tokenizer)
 
     def text_of(tokens: Sequence[int]) -> str:
