@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from lockstep.engine.config import Layout
 from lockstep.engine.schedule import Capacity
@@ -60,11 +60,6 @@ def count_active(layout: Layout, replicas: int) -> int:
             f"to one of {works}, or leave it out for all of them."
         )
     return active
-
-
-def own_steps(capacity: Capacity, num_steps: Int[Array, ""], busy: Bool[Array, ""]) -> Int[Array, ""]:
-    """The steps of a launch that this replica takes: none where it is idle."""
-    return jnp.where(busy, num_steps, 0) if capacity.idle_replicas else num_steps
 
 
 def run_if_busy(capacity: Capacity, busy: Bool[Array, ""], fill: Callable[[Any], Any], pool: Any) -> Any:

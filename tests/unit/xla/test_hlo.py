@@ -111,7 +111,7 @@ def test_filters_that_nobody_asks_for_are_not_counted() -> None:
             temperature=slots,
             filters={"top_k": slots.astype(jnp.int32), "top_p": slots, "min_p": slots},
         )
-        features = active_features(state, slots > 0, decode_mesh)
+        features = active_features(state, slots > 0, decode_mesh.replica_axes)
         return sample(logits, logits, state, features, jnp.zeros(rows, jnp.int32), decode_mesh).token
 
     split = PartitionSpec(None, decode_mesh.tensor_axes)

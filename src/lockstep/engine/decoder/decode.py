@@ -1,5 +1,6 @@
 """The decode program: many steps on pages reserved in advance, so that hosts wait for the device once per launch."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from lockstep.engine.decoder import states
 from lockstep.engine.decoder.packing import pack_results, unpack
 from lockstep.engine.decoder.states import KvAndStates
 from lockstep.engine.decoder.transformer import Past, Sequences, Transformer
-from lockstep.engine.idle_replicas import own_steps
+from lockstep.engine.idle_replicas import run_if_busy
 from lockstep.engine.sampling.logits_processors import TokenCounts
 from lockstep.engine.sampling.logprobs import top_logprobs
 from lockstep.engine.sampling.sampler import Sampled, Sampler, start_sampler
@@ -43,7 +44,37 @@ def launch_sampler(
         local_vocab=weights.embed.shape[0] if weights.lm_head is None else weights.lm_head.shape[1],
         decode_mesh=transformer.decode_mesh,
         exact=transformer.config.exact,
+        apart=capacity.idle_replicas > 0,
     )
+
+
+def launch_program(
+    capacity: Capacity,
+    example: Any,
+    decode_mesh: DecodeMesh,
+    empty: Callable[[], list[Array]],
+    take_steps: Callable[[DecoderWeights, Any, dict[str, Array], list[Array]], tuple[Any, list[Array]]],
+) -> Callable[[DecoderWeights, Any, Array], tuple[Any, Array]]:
+    """Return the function of a launch that every device runs, of one that takes its steps.
+
+    Args:
+        example: A batch that has the form of those that it is given.
+        empty: Makes the results of no step.
+        take_steps: Takes the weights, the pool, the arrays of this replica's part of the batch, and the results of no
+            step; returns pool and results. An idle replica leaves out all of it: what it computed before it waits for
+            the results of others would end on a thread of the pool that the busy one computes with, and wait there
+            (docs/adr/0009-idle-replicas.md).
+    """
+
+    def program(weights: DecoderWeights, pool: Any, packed: Array) -> tuple[Any, Array]:
+        def fill(state: tuple[Any, list[Array]]) -> tuple[Any, list[Array]]:
+            return take_steps(weights, state[0], unpack(packed[0], example), state[1])
+
+        busy = jnp.any(unpack(packed[0], example)["remaining"] > 0)
+        pool, results = run_if_busy(capacity, busy, fill, (pool, empty()))
+        return pool, pack_results(results, decode_mesh)
+
+    return program
 
 
 def empty_results(transformer: Transformer, capacity: Capacity, shape: tuple[int, ...]) -> list[Array]:
@@ -81,16 +112,16 @@ def decode_function(
         before each token.
     """
     decode_mesh = transformer.decode_mesh
-    example = DecodeBatch.empty(capacity, 0)
 
-    def decode(weights: DecoderWeights, pool: Any, packed: Array) -> tuple[Any, Array]:
+    def take_steps(
+        weights: DecoderWeights, pool: Any, inputs: dict[str, Array], results: list[Array]
+    ) -> tuple[Any, list[Array]]:
         past = KvAndStates.of(pool)
         weights = transformer.read_outer(weights)
-        inputs = unpack(packed[0], example)
         token, position, remaining = inputs["token"], inputs["position"], inputs["remaining"]
         page_table, stop_ids = inputs["page_table"], inputs["stop_ids"]
         rows = jnp.arange(capacity.slots)
-        num_steps = own_steps(capacity, inputs["num_steps"], jnp.any(remaining > 0))
+        num_steps = inputs["num_steps"]
         sampler, counts = launch_sampler(transformer, capacity, weights, inputs)
 
         def step(state: _State) -> _State:
@@ -129,11 +160,11 @@ def decode_function(
                 results=[result.at[:, index].set(value) for result, value in zip(results, drawn, strict=True)],
             )
 
-        results = empty_results(transformer, capacity, (capacity.slots, capacity.steps))
         cache = past._replace(kv=attention.begin_decode(past.kv, page_table, position, transformer.kv_layers))
         state = _State(jnp.int32(0), cache, token, position, remaining, counts, results)
         state = jax.lax.while_loop(lambda state: state.step < num_steps, step, state)
         cache = state.cache._replace(kv=attention.end_decode(state.cache.kv))
-        return cache.pool, pack_results(state.results, decode_mesh)
+        return cache.pool, state.results
 
-    return decode
+    empty = functools.partial(empty_results, transformer, capacity, (capacity.slots, capacity.steps))
+    return launch_program(capacity, DecodeBatch.empty(capacity, 0), decode_mesh, empty, take_steps)

@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from lockstep.engine.decoder.decode import empty_results, launch_sampler, sampled_parts
-from lockstep.engine.decoder.packing import pack_results, unpack
+from lockstep.engine.decoder.decode import empty_results, launch_program, launch_sampler, sampled_parts
 from lockstep.engine.decoder.transformer import Past, Sequences, Transformer
-from lockstep.engine.idle_replicas import own_steps
 from lockstep.engine.sampling.logits_processors import TokenCounts
 from lockstep.engine.sampling.sampler import Sampler
 from lockstep.engine.schedule import NULL_PAGE, Capacity, VerifyBatch
@@ -51,31 +49,33 @@ def verify_function(
         A function that returns the pool and an array as that of `decode_function`, with ``draft_tokens`` in place of
         steps: a sequence's tokens one after the other. One more part has the step in which each was sampled.
     """
-    example = VerifyBatch.empty(capacity, width, 0)
     slots, ahead = jnp.arange(capacity.slots), jnp.arange(width)
 
-    def verify(weights: DecoderWeights, pool: Array, packed: Array) -> tuple[Array, Array]:
+    def take_steps(
+        weights: DecoderWeights, pool: Array, inputs: dict[str, Array], results: list[Array]
+    ) -> tuple[Array, list[Array]]:
         weights = transformer.read_outer(weights)
-        inputs = unpack(packed[0], example)
         # A step near the end of the drafts looks beyond them.
         drafts = jnp.pad(inputs["drafts"], ((0, 0), (0, width)), constant_values=-1)
-        num_steps = own_steps(capacity, inputs["num_steps"], jnp.any(inputs["remaining"] > 0))
         sampler, counts = launch_sampler(transformer, capacity, weights, inputs)
         verification = _Verification(
             transformer, capacity, attention, weights, sampler, inputs, drafts=drafts, slots=slots, ahead=ahead
         )
-        shape = (capacity.slots, capacity.draft_tokens)
-        results = [*empty_results(transformer, capacity, shape), jnp.zeros(shape, jnp.int32)]
         step = jnp.int32(0)
         cache = attention.begin_decode(pool, inputs["page_table"], inputs["position"], transformer.kv_layers)
         done = jnp.zeros(capacity.slots, jnp.int32)
         sampled = _Sampled(inputs["token"], inputs["position"], inputs["remaining"], done, counts, results)
         step, cache, sampled = jax.lax.while_loop(
-            lambda state: state[0] < num_steps, verification.step, (step, cache, sampled)
+            lambda state: state[0] < inputs["num_steps"], verification.step, (step, cache, sampled)
         )
-        return attention.end_decode(cache), pack_results(sampled.results, transformer.decode_mesh)
+        return attention.end_decode(cache), sampled.results
 
-    return verify
+    def empty() -> list[Array]:
+        shape = (capacity.slots, capacity.draft_tokens)
+        return [*empty_results(transformer, capacity, shape), jnp.zeros(shape, jnp.int32)]
+
+    example = VerifyBatch.empty(capacity, width, 0)
+    return launch_program(capacity, example, transformer.decode_mesh, empty, take_steps)
 
 
 class _Sampled(NamedTuple):

@@ -115,6 +115,7 @@ def start_sampler(
     local_vocab: int,
     decode_mesh: DecodeMesh,
     exact: bool = False,
+    apart: bool = False,
 ) -> tuple[Sampler, TokenCounts | None]:
     """Compute what all steps of a launch share.
 
@@ -122,6 +123,7 @@ def start_sampler(
         inputs: The arrays of a `DecodeBatch`, this replica's entry alone.
         more_filters: The names of the users' own filters, see `Capacity`.
         local_vocab: The number of tokens of this device's part of the vocabulary.
+        apart: Whether each replica takes the steps of its own sequences alone.
 
     Returns:
         The sampler, and the tokens that the slots have at the start of the launch, or None where there are no
@@ -137,7 +139,7 @@ def start_sampler(
         counts = count_tokens(inputs["history"], inputs["prompt_length"], first, local_vocab)
     sampler = Sampler(
         state=state,
-        features=active_features(state, active, decode_mesh),
+        features=active_features(state, active, () if apart else decode_mesh.replica_axes),
         inputs=inputs,
         bias=biases(inputs["bias_ids"], inputs["bias"], first, local_vocab) if "bias" in inputs else None,
         allowed=allowed(inputs["allowed_ids"], first, local_vocab) if "allowed_ids" in inputs else None,
@@ -232,14 +234,19 @@ def _of_winner(token: Array, own: Array, decode_mesh: DecodeMesh, exact: bool) -
     return token, (*numbers[:2], *_join(parts[2], parts[3]), numbers[4], *_join(parts[5], parts[6]))
 
 
-def active_features(state: SamplingState, active: Bool[Array, " slot"], decode_mesh: DecodeMesh) -> ActiveFeatures:
-    """Return the features that any active slot of any replica needs; one collective."""
+def active_features(state: SamplingState, active: Bool[Array, " slot"], replica_axes: Sequence[str]) -> ActiveFeatures:
+    """Return the features that any active slot needs.
+
+    Args:
+        replica_axes: The mesh axes of replicas that take their steps together, and have the same features for it: one
+            collective; none for a replica alone.
+    """
     random = active & (state.temperature > 0)
     filters = filters_of(state.filters)
     needs = [random, *(random & filter_.narrows(state.filters[filter_.name]) for filter_ in filters)]
     flags = jnp.stack([jnp.any(need) for need in needs]).astype(jnp.int32)
-    if decode_mesh.replica_axes:
-        flags = jax.lax.pmax(flags, decode_mesh.replica_axes)
+    if replica_axes:
+        flags = jax.lax.pmax(flags, tuple(replica_axes))
     temperature, *needed = flags > 0
     return ActiveFeatures(temperature, {filter_.name: flag for filter_, flag in zip(filters, needed, strict=True)})
 

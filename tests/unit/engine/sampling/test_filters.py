@@ -62,7 +62,7 @@ def sampler(tensor: int) -> Any:
     decode_mesh = make_decode_mesh(mesh_of("1,4,1"), tensor)
 
     def run(logits: Any, state: SamplingState, position: Any) -> Sampled:
-        features = active_features(state, jnp.ones(len(position), bool), decode_mesh)
+        features = active_features(state, jnp.ones(len(position), bool), decode_mesh.replica_axes)
         return sample(logits, logits, state, features, position, decode_mesh)
 
     return jax.jit(

@@ -55,7 +55,7 @@ def unfiltered(logits, temperature, words, position, decode_mesh):
     count = len(temperature)
     neutral = {"top_k": jnp.zeros(count, jnp.int32), "top_p": jnp.ones(count), "min_p": jnp.full(count, -jnp.inf)}
     state = SamplingState(words, temperature, neutral)
-    features = active_features(state, jnp.ones(count, bool), decode_mesh)
+    features = active_features(state, jnp.ones(count, bool), decode_mesh.replica_axes)
     return sample(logits, logits, state, features, position, decode_mesh)[:2]
 
 
