@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from lockstep.engine.decode_model import signature_of
 from lockstep.engine.decoder.forward import exact_logprobs, exact_merges
+from lockstep.engine.schedule import digest_parts
 from lockstep.engine.small_moves import KnownModel
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.hosts import Hosts, Ledger, current, digest, ready_on_all
@@ -292,8 +293,8 @@ def audit(
     """
     with (current() if hosts is None else hosts).scope("audit") as scope:
         with scope.run_on_all("prepare") as prepared:
-            answers = digest_of_completions(completions)
-            prepared.agree({"requests and completions": digest(repr(list(requests)), answers)})
+            facts = digest(repr(list(requests)), *digest_parts(completions))
+            prepared.agree({"requests and completions": facts})
             read = read_decoder(model)
             auditor = Auditor(mesh_of(read[1].embed), vocab_size=vocab_size, dtype=dtype)
             if requests:
@@ -304,16 +305,6 @@ def audit(
             result = auditor.run(read, requests, completions, hosts=scope)
             audited.agree({"audit": repr(result)})
     return result
-
-
-def digest_of_completions(completions: Sequence[Completion]) -> str:
-    """A digest of all that completions say; their numbers as bytes, for which ``repr`` takes ten times as long."""
-    parts: list[bytes | str] = []
-    for completion in completions:
-        numbers = (completion.tokens, completion.logprobs, completion.sampled_logprobs)
-        parts += [np.asarray(column, np.float64).tobytes() for column in numbers]
-        parts.append(repr(dataclasses.replace(completion, tokens=(), logprobs=(), sampled_logprobs=())))
-    return digest(*parts)
 
 
 @dataclasses.dataclass

@@ -10,10 +10,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 from lockstep.engine.arrivals import ArrivalGate, Arrivals
-from lockstep.engine.audit import Auditor, AuditResult, digest_of_completions
+from lockstep.engine.audit import Auditor, AuditResult
 from lockstep.engine.launches import Gate, Observer
 from lockstep.engine.rollout_engine import RolloutEngine
-from lockstep.engine.schedule import Counts, DraftCounts, FindStop
+from lockstep.engine.schedule import Counts, DraftCounts, FindStop, digest_parts
 from lockstep.errors import HostError
 from lockstep.hosts import Hosts, Watchdog, digest
 from lockstep.models import read_decoder
@@ -285,7 +285,7 @@ class Session:
                 raise error
             order = sorted(answers) if isinstance(requests, Arrivals) else [request.prompt_id for request in requests]
             completions = [completion for number in order for completion in answers.get(number, [])]
-            generated.agree({"tokens": digest_of_completions(completions)})
+            generated.agree({"tokens": digest(*digest_parts(completions))})
         return completions, stream.counts
 
     def _next_batch(
@@ -302,7 +302,7 @@ class Session:
             completions = _take(answers, size, gate.observer)
             if gate.preempted:  # unfinished answers would count as answers
                 raise HostError("the job is asked to end. Start it again: what was answered is kept.")
-            generated.agree({"tokens": digest_of_completions(completions)})
+            generated.agree({"tokens": digest(*digest_parts(completions))})
         return completions
 
 

@@ -20,3 +20,4 @@ from lockstep.engine.schedule.sequence import DecodeResults as DecodeResults
 from lockstep.engine.schedule.sequence import DraftCounts as DraftCounts
 from lockstep.engine.schedule.sequence import RoutedShape as RoutedShape
 from lockstep.engine.schedule.sequence import as_floats as as_floats
+from lockstep.engine.schedule.sequence import digest_parts as digest_parts

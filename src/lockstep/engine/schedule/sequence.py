@@ -317,3 +317,13 @@ class Counts:
     def of_drafts(self) -> DraftCounts:
         """Counts of drafts so far."""
         return DraftCounts(tokens=sum(self.tokens), steps=self.steps, drafted=self.drafted, right=self.right)
+
+
+def digest_parts(completions: Iterable[Completion]) -> list[bytes | str]:
+    """All that completions say, for a digest; their numbers as bytes: ``repr`` of them takes ten times as long."""
+    parts: list[bytes | str] = []
+    for completion in completions:
+        numbers = (completion.tokens, completion.logprobs, completion.sampled_logprobs)
+        parts += [np.asarray(column, np.float64).tobytes() for column in numbers]
+        parts.append(repr(dataclasses.replace(completion, tokens=(), logprobs=(), sampled_logprobs=())))
+    return parts

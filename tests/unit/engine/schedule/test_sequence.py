@@ -1,13 +1,15 @@
 """The state of one completion while it is generated, the results of a launch in one array, and counts."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lockstep.engine.schedule import DecodeResults, as_floats
+from lockstep.engine.schedule import DecodeResults, as_floats, digest_parts
 from lockstep.engine.schedule.sequence import DraftCounts, PromptLogprobs, Sequence
-from lockstep.types import FinishReason
+from lockstep.hosts import digest
+from lockstep.types import Completion, FinishReason, RoutedExperts
 from tests.unit.engine.schedule.test_scheduler import request
 
 
@@ -137,3 +139,28 @@ def test_counts_of_several_rounds_are_added_and_told() -> None:
 def test_nothing_was_sampled() -> None:
     nothing = DraftCounts.sum([])
     assert set(nothing.metrics().values()) == {0} and str(nothing) == "0% right, 0 of 0 steps saved"
+
+
+def test_completions_that_differ_in_anything_have_other_digests() -> None:
+    completion = Completion(
+        prompt_id=0, generation_id=0, tokens=(1, 2), logprobs=(-1.0, -2.0), finish_reason=FinishReason.STOP
+    )
+    changes: list[dict[str, Any]] = [
+        {},
+        {"prompt_id": 1},
+        {"generation_id": 1},
+        {"tokens": (1, 3)},
+        {"tokens": (1,)},
+        {"logprobs": (-1.0, -2.0000000000000004)},
+        {"logprobs": (), "sampled_logprobs": (-1.0, -2.0)},
+        {"finish_reason": FinishReason.LENGTH},
+        {"top_logprobs": (((3, -1.0),), ((4, -1.0),))},
+        {"prompt_logprobs": (None, -1.0)},
+        {"prompt_top_logprobs": (((3, -1.0),),)},
+        {"routed_experts": RoutedExperts((1, 1, 1), b"\0\0")},
+    ]
+    assert {name for change in changes for name in change} == {field.name for field in dataclasses.fields(Completion)}
+    digests = [digest(*digest_parts([dataclasses.replace(completion, **change)])) for change in changes]
+    digests += [digest(), digest(*digest_parts([completion] * 2))]
+    assert len(set(digests)) == len(digests)
+    assert digest(*digest_parts([dataclasses.replace(completion)])) == digests[0]
