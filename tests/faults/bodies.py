@@ -161,7 +161,10 @@ class Faults:
     def metric_backtracks(self, info):
         """With ``re`` the leader would be silent until its peers end the job: this text takes it longer than a life."""
         text = "a" * 80 + "b"
-        with mock.patch.object(reporter, "decode", lambda *a: text), mock.patch.object(answers, "MATCH_S", 0.2):
+        with (
+            mock.patch.object(reporter.AnswerDecoder, "__call__", lambda *a: (text, "")),
+            mock.patch.object(answers, "MATCH_S", 0.2),
+        ):
             self.round(info, metrics=["regex=(a|aa)+$"])
 
     def metric_launches(self, info):
