@@ -84,8 +84,10 @@ def test_experts_of_one_tensor_have_gate_above_up_each(tmp_path):
     every = saved_tensors(skeleton(VOCAB, load_config(str(GOLDEN / "mistral4"))), np.float32, VOCAB)
     own = [tensor for tensor in every if tensor.layer == 1 and tensor.parameter.name.startswith("expert_")]
     rng = np.random.default_rng(0)
-    values = {each.parameter.name: rng.random((5, each.shape[0] // 5, each.shape[1]), np.float32) for each in own}
-    pieces = [values[each.parameter.name][start:stop] for each, start, stop in pieces_of(own, 10**9)]
+    values = {
+        tensor.parameter.name: rng.random((5, tensor.shape[0] // 5, tensor.shape[1]), np.float32) for tensor in own
+    }
+    pieces = [values[tensor.parameter.name][start:stop] for tensor, start, stop in pieces_of(own, 10**9)]
     (tmp_path / "file").write_bytes(file_header(own) + b"".join(piece.tobytes() for piece in pieces))
     read, experts = load_file(tmp_path / "file"), "model.layers.1.mlp.experts."
     both = np.concatenate([values["expert_gate"], values["expert_up"]], axis=1)

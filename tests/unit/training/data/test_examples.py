@@ -368,10 +368,10 @@ def test_labels_are_a_column(tmp_path):
         train_urls=urls, format="unpaired_preference", max_seq_len=8, shuffle=False, cache_dir=str(tmp_path / "cache")
     )
     rows = config.load(characters.Tokenizer(), 8, 0)
-    found = characters.columns(rows)
-    assert found["desirable"].tolist() == [True, False, True]
+    cached = characters.columns(rows)
+    assert cached["desirable"].tolist() == [True, False, True]
     assert [example[0].value for _, example in rows.examples(9)] == [1.0, 0.0, 1.0]
     columns = config.columns(8)
-    assert {name: (one.shape, one.dtype) for name, one in columns.items()} == {
-        name: (column.shape[1:], column.dtype) for name, column in found.items()
+    assert {name: (column.shape, column.dtype) for name, column in columns.items()} == {
+        name: (column.shape[1:], column.dtype) for name, column in cached.items()
     }
