@@ -100,7 +100,8 @@ class Scoring:
                 value = self._value(self._rewards[name], row, prompt)
                 with self._changed:
                     self._values[number, name] = value
-                    self._changed.notify()
+                    if len(self._values) == len(self._submitted):  # or `finish` would wake for each
+                        self._changed.notify()
 
     def _value(self, reward: Reward, row: Row, prompt: Prompt) -> Value:
         for pause_s in (*PAUSES_S, None):

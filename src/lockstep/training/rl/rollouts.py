@@ -1,7 +1,7 @@
 """The batches of GRPO: sampled before the step that learns from them, rewarded, and compared with its model."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -107,6 +107,7 @@ class Rollouts:
         self._rollout: Rollout | None = None
         self._packing: Packing | None = None  # of the last batch
         self._ahead: Sampled | None = None
+        self._unreported: _Report | None = None
         self._step, self._logged_step = -1, 0
         self._times, self._clock, self._trend = StepTimes(), StepClock(), RewardTrend()
         self._said_clipping = False
@@ -174,6 +175,7 @@ class Rollouts:
         columns = {name: column[answers] for name, column in self._rollout.columns.items()}
         placed = self._packing.place(columns, self._mesh)
         self._clock.lap("place")
+        self._report_rollout()  # last: threads that write the rows take turns with this one until it launches the step
         return placed
 
     def use_reference(self, model: PyTree) -> None:
@@ -231,6 +233,7 @@ class Rollouts:
 
     def flush(self) -> None:
         """Wait until the rows of all rollouts are written, see `RolloutLog.flush`."""
+        self._report_rollout()
         self._report.flush()
 
     def after_signal(self) -> None:
@@ -256,8 +259,7 @@ class Rollouts:
         everything = Groups.concatenate(groups)
         self._sampler.add(everything)
         self._trend.add(float(everything.totals.mean()))
-        if self._hosts.is_leader:
-            self._report.report(self._sampler.learned_at(number), everything, chosen, every)
+        self._unreported = _Report(self._sampler.learned_at(number), everything, chosen, every)
         self._logprobs.fill(rollout, model, answers)
         if self._objective.kl_in_reward:
             self._take_divergence(rollout, chosen, answers)
@@ -327,6 +329,12 @@ class Rollouts:
         rollout = Rollout(number=number, columns=columns, lengths=lengths)
         return rollout, answer_mask(samples, columns["tokens"].shape[1])
 
+    def _report_rollout(self) -> None:
+        """Report the last rollout, where that has not been done."""
+        report, self._unreported = self._unreported, None
+        if report is not None and self._hosts.is_leader:
+            self._report.report(*report)
+
     def _watch_clipping(self, info: StepInfo) -> None:
         """Say once that clipping takes away much of the gradient of answers that the model itself has just sampled."""
         clipped = info.metrics.get("clipped", 0.0)
@@ -344,6 +352,15 @@ class Rollouts:
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if self._hosts.is_leader:
             self._tracker.log(values, step=step)
+
+
+class _Report(NamedTuple):
+    """What `RolloutLog.report` tells of a rollout."""
+
+    step: int
+    groups: Groups
+    chosen: Groups
+    sampled: list[Sampled]
 
 
 def _check_policy(objective: GrpoConfig, temperature: float, vocab_size: int) -> None:

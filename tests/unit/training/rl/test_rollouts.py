@@ -255,6 +255,30 @@ def test_the_next_rollout_is_sampled_ahead_by_the_weights_before_the_update():
     assert asked == [(0, "weights 0"), (1, "weights 0"), (2, "weights 1")]
 
 
+def test_a_rollout_is_reported_when_its_batch_is_placed_and_nothing_but_the_launch_is_left():
+    """The threads that write its rows would take turns with the one that launches the step."""
+    calls, rollouts = [], object.__new__(Rollouts)
+    packing = SimpleNamespace(place=lambda columns, mesh: calls.append("place"))
+    sampled = SimpleNamespace(
+        number=0, minibatch=lambda update, size: [0], packing=lambda *_, **__: packing, columns={}
+    )
+
+    def roll_out(number, model):
+        rollouts._unreported = ("a rollout",)
+        return sampled
+
+    vars(rollouts).update(
+        _fields=SimpleNamespace(updates=2), _trainer=SimpleNamespace(train_batch_size=1), _roll_out=roll_out,
+        _mesh=SimpleNamespace(shape={}), _hosts=SimpleNamespace(is_leader=True), _unreported=None,
+        _report=SimpleNamespace(report=calls.append, flush=lambda: calls.append("end")),
+    )  # fmt: skip
+    for step in range(2):
+        rollouts.batch(step, None)
+    roll_out(1, None)  # one whose batch is never placed
+    rollouts.flush()
+    assert calls == ["place", "a rollout", "place", "a rollout", "end"]
+
+
 @pytest.mark.nightly  # in make slow: multiprocess/test_rollout_ahead.py
 def test_rewards_of_a_rollout_ahead_are_computed_while_the_devices_update():
     DONE.clear()
