@@ -12,11 +12,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from lockstep.errors import check_at_least
 from lockstep.training.objectives.logprobs import (
     LossParts,
-    target_mask,
     token_logprobs,
     token_logprobs_and_entropies,
 )
 from lockstep.training.objectives.policy_loss import GrpoFields, mean_shares, policy_loss
+from lockstep.training.objectives.targets import target_mask
 
 TEACHER: Final = "teacher_logprobs"
 """The column of the log-probabilities of tokens under a teacher."""
@@ -125,9 +125,11 @@ class GrpoConfig(GrpoFields):
         """
         columns = {name: batch[name][:, 1:] for name in batch if name.endswith("_logprobs")}
         if self.entropy_coefficient:
-            columns["logprobs"], columns["entropies"] = token_logprobs_and_entropies(model, batch, **self._softmax)
+            columns["logprobs"], columns["entropies"] = token_logprobs_and_entropies(
+                model, batch, targets_only=True, **self._softmax
+            )
         else:
-            columns["logprobs"] = token_logprobs(model, batch, **self._softmax)
+            columns["logprobs"] = token_logprobs(model, batch, targets_only=True, **self._softmax)
         mask, advantage = target_mask(batch), batch["advantage"]
         if "segment_ids" in batch:
             in_answer = batch["segment_ids"][:, None, 1:] == 1 + jnp.arange(advantage.shape[1])[:, None]
@@ -140,15 +142,18 @@ class GrpoConfig(GrpoFields):
         model: Any,
         tokens: Int[Array, "row position"],
         segment_ids: Int[Array, "row position"] | None = None,
+        loss_mask: Bool[Array, "row position"] | None = None,
     ) -> Float[Array, "row target"]:
         """Return the log-probability of each token but the first under the policy, from the tokens before it.
 
         Args:
             model: The model in the compute type, called as in `token_logprobs`.
             segment_ids: The number of each token's answer in its row; None: a row has one.
+            loss_mask: True for the tokens of the answers, where the others' may be 0; None: all are wanted.
         """
-        packed = {} if segment_ids is None else {"segment_ids": segment_ids}
-        return token_logprobs(model, {"tokens": tokens, **packed}, **self._softmax)
+        columns = {"tokens": tokens, "segment_ids": segment_ids, "loss_mask": loss_mask}
+        batch = {name: column for name, column in columns.items() if column is not None}
+        return token_logprobs(model, batch, targets_only=loss_mask is not None, **self._softmax)
 
     @property
     def _softmax(self) -> dict[str, Any]:

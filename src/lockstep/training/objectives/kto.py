@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from lockstep.errors import check_at_least
-from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
+from lockstep.training.objectives.logprobs import LossParts, token_logprobs
 from lockstep.training.objectives.preference import REFERENCE, PreferenceObjective
+from lockstep.training.objectives.targets import target_mask
 
 DESIRABLE: Final = "desirable"
 """The column ``[row]`` of the labels of answers."""
@@ -62,7 +63,7 @@ class KtoConfig(PreferenceObjective):
             ConfigError: The batch has no ``reference_logprobs``.
         """
         self.check_reference(batch.get(REFERENCE))
-        logprobs, mask = token_logprobs(model, batch), target_mask(batch)
+        logprobs, mask = token_logprobs(model, batch, targets_only=True), target_mask(batch)
         return self.answer_parts(logprobs, mask, batch[DESIRABLE], batch[REFERENCE])
 
     def answer_parts(

@@ -17,7 +17,9 @@ from lockstep.engine import ExactForward, exact_logprobs
 from lockstep.errors import ConfigError
 from lockstep.models import EngineRouting, LlamaConfig, RouterSums, read_decoder, value_with_gradient_of
 from lockstep.models.attention import SplitPositions
-from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit, softmax_inputs, weighted
+from lockstep.training.objectives.softmax import softmax_inputs, weighted
+from lockstep.training.objectives.targets import NO_TARGET, target_mask
+from lockstep.training.objectives.vocab_blocks import VocabBlocks, logits_fit
 
 
 class LossParts(NamedTuple):
@@ -42,7 +44,7 @@ class LossFn(Protocol):
         ...
 
 
-def lm_loss(model: Any, batch: Mapping[str, Array]) -> LossParts:
+def lm_loss(model: Any, batch: Mapping[str, Array], *, targets_only: bool = False) -> LossParts:
     """Return the cross entropy, as a mean over the target tokens.
 
     Args:
@@ -50,6 +52,7 @@ def lm_loss(model: Any, batch: Mapping[str, Array]) -> LossParts:
         batch: The columns ``tokens`` ``[row, position]`` and ``loss_mask`` ``[row, position]``, true for each token
             that is a target (the first of a row, or of a document, never is, whatever the mask says); for packed rows
             also ``segment_ids`` ``[row, position]``, the document of each token from 1 on, 0 for padding.
+        targets_only: See `token_logprobs`; the loss is the same.
 
     Returns:
         Sums with the number of target tokens as the weight.
@@ -61,7 +64,7 @@ def lm_loss(model: Any, batch: Mapping[str, Array]) -> LossParts:
         >>> parts.total.shape
         ()
     """
-    mask, logprobs = target_mask(batch), token_logprobs(model, batch)
+    mask, logprobs = target_mask(batch), token_logprobs(model, batch, targets_only=targets_only)
     return LossParts(
         total=-jnp.sum(jnp.where(mask, logprobs, 0.0)), weight=jnp.sum(mask, dtype=jnp.float32), metrics={}
     )
@@ -100,7 +103,12 @@ class OutputLayer(Protocol):
 
 
 def token_logprobs(
-    model: Any, batch: Mapping[str, Array], *, temperature: float = 1.0, vocab_size: int | None = None
+    model: Any,
+    batch: Mapping[str, Array],
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    targets_only: bool = False,
 ) -> Float[Array, "... target"]:
     """Return the log-probability that a model gives to each token but the first, from the tokens before it.
 
@@ -116,6 +124,8 @@ def token_logprobs(
         temperature: What the logits are divided by.
         vocab_size: The number of ids that have a probability, from 0; None for all rows of the output layer, as other
             trainers do it.
+        targets_only: Whether those of tokens that are no targets (`target_mask`) may be 0. Where logits are made for
+            blocks, the output layer then computes as many quarters of a device's tokens as hold its targets.
 
     Returns:
         Natural-log probabilities of ``tokens[..., 1:]`` in float32. That of a document's first token, given the end of
@@ -124,11 +134,16 @@ def token_logprobs(
     Raises:
         ConfigError: The batch has segment ids, and the model takes none.
     """
-    return _logprobs(model, batch, temperature, vocab_size, entropy=False)[0]
+    return _logprobs(model, batch, temperature, vocab_size, targets_only, entropy=False)[0]
 
 
 def token_logprobs_and_entropies(
-    model: Any, batch: Mapping[str, Array], *, temperature: float = 1.0, vocab_size: int | None = None
+    model: Any,
+    batch: Mapping[str, Array],
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    targets_only: bool = False,
 ) -> tuple[Float[Array, "... target"], Float[Array, "... target"]]:
     r"""Return what `token_logprobs` returns, and the entropy of the distribution of each of these tokens.
 
@@ -138,13 +153,19 @@ def token_logprobs_and_entropies(
     Raises:
         ConfigError: The batch has segment ids, and the model takes none.
     """
-    logprobs, entropies = _logprobs(model, batch, temperature, vocab_size, entropy=True)
+    logprobs, entropies = _logprobs(model, batch, temperature, vocab_size, targets_only, entropy=True)
     assert entropies is not None
     return logprobs, entropies
 
 
 def _logprobs(
-    model: Any, batch: Mapping[str, Array], temperature: float, vocab_size: int | None, *, entropy: bool
+    model: Any,
+    batch: Mapping[str, Array],
+    temperature: float,
+    vocab_size: int | None,
+    targets_only: bool,
+    *,
+    entropy: bool,
 ) -> tuple[Array, Array | None]:
     """The log-probability of each token but the first, and the entropy where it is asked for."""
     shape = batch["tokens"].shape
@@ -170,11 +191,15 @@ def _logprobs(
             most=LOGITS_BYTES,
             temperature=temperature,
             vocab_size=vocab_size,
+            targets_only=targets_only,
         )
         if blocks is None:
             logprobs, entropies = _picked(model.logits(states), targets, temperature, vocab_size, entropy)
         else:
             rows, head = states.rearrange(("batch", "position", "embed")).array, model.lm_head_array().array
+            if targets_only:
+                mask = jnp.pad(target_mask(batch), [(0, 0)] * (len(shape) - 1) + [(0, 1)]).reshape(tokens.shape)
+                targets = jnp.where(_whole_rows(mask), targets, NO_TARGET)
             logprobs, entropies = (
                 blocks.with_entropy(rows, head, targets) if entropy else (blocks(rows, head, targets), None)
             )
@@ -214,15 +239,6 @@ def _exact_logprobs(
         config, weights, tokens, segment_ids=segment_ids, temperature=temperature, vocab_size=vocab_size,
         replayed=None if recording is None else recording.replayed,
     )  # fmt: skip
-
-
-def target_mask(batch: Mapping[str, Array]) -> Bool[Array, "... target"]:
-    """Which tokens but the first are targets: neither padding nor the first of a document."""
-    mask = batch["loss_mask"][..., 1:].astype(bool)
-    if "segment_ids" not in batch:
-        return mask
-    segments = batch["segment_ids"]
-    return mask & (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] != 0)
 
 
 def _picked(

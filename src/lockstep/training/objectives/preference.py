@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.plugins import OpenRegistry
-from lockstep.training.objectives.logprobs import LossParts, target_mask, token_logprobs
+from lockstep.training.objectives.logprobs import LossParts, token_logprobs
+from lockstep.training.objectives.targets import target_mask
 
 REFERENCE: Final = "reference_logprobs"
 """The column of the log-probabilities under the frozen model: of responses ``[row, 2]``, or of tokens in GRPO; in KTO
@@ -98,7 +99,7 @@ class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_package
         Raises:
             ConfigError: The batch has no ``reference_logprobs``, and the objective needs them.
         """
-        return self.parts(token_logprobs(model, batch), target_mask(batch), batch.get(REFERENCE))
+        return self.parts(token_logprobs(model, batch, targets_only=True), target_mask(batch), batch.get(REFERENCE))
 
     def reference_logprobs(self, model: Any, batch: Mapping[str, Array]) -> Float[Array, "row 2"]:
         """Return the column ``reference_logprobs`` of a batch: sums over the tokens of each response.
@@ -107,7 +108,7 @@ class PreferenceObjective(OpenRegistry, draccus.PluginRegistry, discover_package
             model: The frozen model in the compute type.
             batch: The columns ``tokens`` and ``loss_mask``.
         """
-        return jnp.sum(jnp.where(target_mask(batch), token_logprobs(model, batch), 0.0), axis=-1)
+        return jnp.sum(jnp.where(target_mask(batch), token_logprobs(model, batch, targets_only=True), 0.0), axis=-1)
 
     def check_reference(self, reference: Array | None) -> None:
         """Refuse a batch without the column ``reference_logprobs``."""

@@ -5,12 +5,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 from haliax.partitioning import physical_axis_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh
@@ -19,6 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from lockstep.placement import PARAMETER_AXES, axes_of
 from lockstep.placement.device import auto_axes
+from lockstep.training.objectives.softmax import LOWEST, SoftmaxSums, softmax_inputs, weighted
+from lockstep.training.objectives.targets import NO_TARGET, for_targets
 
 LANES: Final = 128  # blocks are a multiple of this many token ids, the width of a TPU's tile
 
@@ -26,9 +27,6 @@ LEAST: Final = 4096
 """Token ids that a block has at least: each block's product is added to the gradient of all hidden states."""
 
 _ROW_MAJOR: Final = Layout((0, 1))
-
-_LOWEST: Final = float(np.finfo(np.float32).min)
-_NO_LOGPROB: Final = -200.0  # log-probabilities below this are of probabilities that are 0 in float32
 
 
 def logits_fit(tokens: int, vocab: int, *, most: int) -> bool:
@@ -42,22 +40,6 @@ def logits_fit(tokens: int, vocab: int, *, most: int) -> bool:
     return _bytes(tokens, vocab) <= most
 
 
-def softmax_inputs(
-    logits: Float[Array, "*token vocab"], ids: Int[Array, " vocab"], temperature: float, vocab_size: int | None
-) -> Float[Array, "*token vocab"]:
-    """Return logits over the temperature, and a number without probability for ids that are no tokens."""
-    scaled = logits if temperature == 1 else logits / temperature
-    # The least float32: the difference of two infinities, in a block without a token, would be NaN.
-    return scaled if vocab_size is None else jnp.where(ids < vocab_size, scaled, _LOWEST)
-
-
-def weighted(
-    probabilities: Float[Array, "*token vocab"], logprobs: Float[Array, "*token vocab"]
-) -> Float[Array, "*token vocab"]:
-    """Return the terms of a sum of logarithms under a distribution: an id without probability has the term 0."""
-    return probabilities * jnp.maximum(logprobs, _NO_LOGPROB)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VocabBlocks:
     """The log-probability of one token id per hidden state: its logit less the log-sum-exp of all, in float32.
@@ -69,6 +51,7 @@ class VocabBlocks:
 
     Args:
         gathered: The mesh axes that split each axis of the output layer between steps, beyond ``vocab``.
+        targets_only: Whether there are tokens without a target (`NO_TARGET`), whose results are 0.
     """
 
     size: int  # number of token ids in a block on a device
@@ -81,6 +64,7 @@ class VocabBlocks:
     positions: tuple[str, ...] = ()  # the mesh axes that split the positions of a row
     vocab: tuple[str, ...] = ()  # the mesh axes that split the vocabulary, for the computation
     gathered: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    targets_only: bool = False
 
     @classmethod
     def of(
@@ -93,6 +77,7 @@ class VocabBlocks:
         least: int = LEAST,
         temperature: float = 1.0,
         vocab_size: int | None = None,
+        targets_only: bool = False,
     ) -> Self | None:
         """Choose the blocks, for the mesh and the axis mapping that are set.
 
@@ -102,6 +87,7 @@ class VocabBlocks:
             least: The number of token ids that a block has at least.
             temperature: What the logits are divided by, after the soft cap.
             vocab_size: The number of ids that are tokens, from 0; None for all.
+            targets_only: Whether there may be tokens without a target.
 
         Returns:
             The blocks; None where all logits are no more than that.
@@ -131,6 +117,7 @@ class VocabBlocks:
             positions=positions,
             vocab=split,
             gathered=(gathered[0], gathered[1]),
+            targets_only=targets_only,
         )
 
     def __call__(
@@ -172,6 +159,13 @@ class VocabBlocks:
         used = [self.vocab if axis == self.axis else () for axis in (0, 1)]
         return P(*((*a, *b) or None for a, b in zip(used, extra, strict=True)))
 
+    def for_tokens(
+        self, function: Callable[..., tuple[Any, Any]], targets: Array, *columns: Array | None
+    ) -> tuple[Any, Any]:
+        """Call a function with targets and columns of a device's tokens, as one axis, see `for_targets`."""
+        tokens = jax.tree.map(lambda column: column.reshape(-1, *column.shape[targets.ndim :]), (targets, *columns))
+        return for_targets(function, *tokens) if self.targets_only else function(*tokens)
+
     def on_devices(
         self, function: Callable[..., Any], *, inputs: tuple[P | None, ...], outputs: Any
     ) -> Callable[..., Any]:
@@ -188,27 +182,6 @@ class VocabBlocks:
         )
 
 
-class _Sums(NamedTuple):
-    """Sums over token ids of a part of the vocabulary, for each token.
-
-    Args:
-        highest: The highest score.
-        total: The sum of the exponentials of scores less it.
-        slant: The sum of these exponentials times their exponents, for the entropy; None for none.
-    """
-
-    highest: Array
-    total: Array
-    slant: Array | None
-
-    def below(self, higher: Array) -> "_Sums":
-        """Return the same sums for another highest score."""
-        fall = self.highest - higher
-        scale = jnp.exp(fall)
-        slant = None if self.slant is None else scale * self.slant + weighted(scale * self.total, fall)
-        return _Sums(higher, self.total * scale, slant)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _logprobs(
     states: Array, head: Array, targets: Array, blocks: VocabBlocks, entropy: bool
@@ -221,31 +194,39 @@ def _forward(
 ) -> tuple[tuple[Array, Array | None], tuple[Array | None, ...]]:
     def local(states: Array, head: Array, targets: Array) -> tuple[Array, Array, Array | None, Array]:
         head = _gather(head, blocks)
-        x, ids = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
         vocab = head.shape[blocks.axis]
 
-        def add(index: Array, sums: tuple[_Sums, Array]) -> tuple[_Sums, Array]:
-            before, picked = sums
-            block = _Block.of(index, head, blocks)
-            scores = jnp.where(block.fresh, block.scores(block.logits(x)), _LOWEST)
-            higher = jnp.maximum(before.highest, jnp.max(scores, axis=-1))
-            after = before.below(higher)
-            distance = scores - higher[:, None]
-            exponentials = jnp.exp(distance)
-            total = after.total + jnp.sum(exponentials, axis=-1)
-            slant = None if after.slant is None else after.slant + jnp.sum(weighted(exponentials, distance), axis=-1)
-            return _Sums(higher, total, slant), picked + jnp.sum(jnp.where(block.hit(ids), scores, 0.0), axis=-1)
+        def of_tokens(ids: Array, x: Array) -> tuple[tuple[SoftmaxSums, Array], None]:
+            def add(index: Array, sums: tuple[SoftmaxSums, Array]) -> tuple[SoftmaxSums, Array]:
+                before, picked = sums
+                block = _Block.of(index, head, blocks)
+                scores = jnp.where(block.fresh, block.scores(block.logits(x)), LOWEST)
+                higher = jnp.maximum(before.highest, jnp.max(scores, axis=-1))
+                after = before.below(higher)
+                distance = scores - higher[:, None]
+                exponentials = jnp.exp(distance)
+                total = after.total + jnp.sum(exponentials, axis=-1)
+                slant = after.slant
+                slant = None if slant is None else slant + jnp.sum(weighted(exponentials, distance), axis=-1)
+                return SoftmaxSums(higher, total, slant), picked + jnp.sum(
+                    jnp.where(block.hit(ids), scores, 0.0), axis=-1
+                )
 
-        nothing = jnp.zeros(len(x), jnp.float32)
-        empty = _Sums(jnp.full_like(nothing, _LOWEST), nothing, nothing if entropy else None)
-        sums, picked = jax.lax.fori_loop(0, _count(vocab, blocks), add, (empty, nothing))
+            nothing = jnp.zeros(len(x), jnp.float32)
+            empty = SoftmaxSums(jnp.full_like(nothing, LOWEST), nothing, nothing if entropy else None)
+            return jax.lax.fori_loop(0, _count(vocab, blocks), add, (empty, nothing)), None
+
+        (sums, picked), _ = blocks.for_tokens(of_tokens, targets, states)
         if blocks.vocab:
             sums = sums.below(jax.lax.pmax(sums.highest, blocks.vocab))
             total, slant, picked = jax.lax.psum((sums.total, sums.slant, picked), blocks.vocab)
-            sums = _Sums(sums.highest, total, slant)
-        log_total = jnp.log(sums.total)
+            sums = SoftmaxSums(sums.highest, total, slant)
+        total = sums.total
+        if blocks.targets_only:  # all is 0 without a target
+            total = jnp.where(targets.reshape(-1) == NO_TARGET, 1.0, total)
+        log_total = jnp.log(total)
         sum_exp = sums.highest + log_total
-        entropies = None if sums.slant is None else (log_total - sums.slant / sums.total).reshape(targets.shape)
+        entropies = None if sums.slant is None else (log_total - sums.slant / total).reshape(targets.shape)
         return (picked - sum_exp).reshape(targets.shape), sum_exp.reshape(targets.shape), entropies, head
 
     rows, used = P(blocks.rows or None, blocks.positions or None), blocks.spec(stored=False)
@@ -265,36 +246,42 @@ def _backward(
         states: Array, head: Array, targets: Array, sum_exp: Array, entropies: Array | None,
         gradient: Array, of_entropies: Array | None,
     ) -> tuple[Array, Array]:  # fmt: skip
-        x, ids = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
-        weights, sums = gradient.reshape(-1, 1) / blocks.temperature, sum_exp.reshape(-1, 1)
         vocab = head.shape[blocks.axis]
 
-        def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-            of_x, of_head = gradients
-            block = _Block.of(index, head, blocks)
-            logits = block.logits(x)
-            logprobs = block.scores(logits) - sums
-            probabilities = jnp.exp(logprobs)
-            slope = weights * (block.hit(ids) - probabilities)
-            if entropies is not None and of_entropies is not None:
-                spread = weighted(probabilities, logprobs) + probabilities * entropies.reshape(-1, 1)
-                slope -= of_entropies.reshape(-1, 1) / blocks.temperature * spread
-            if blocks.soft_cap is not None:
-                slope = slope * (1.0 - jnp.square(logits / blocks.soft_cap))
-            # As in the model's own output layer: a float32 gradient would double what devices exchange.
-            slope = jnp.where(block.fresh, slope, 0.0).astype(x.dtype)
-            of_x += jnp.dot(slope, block.columns.T, preferred_element_type=jnp.float32)
-            of_block = jnp.dot(x.T, slope)
-            of_block = of_block.T if blocks.vocab_first else of_block
-            if vocab % blocks.size:  # the last block begins inside the one before it
-                of_block += jax.lax.dynamic_slice_in_dim(of_head, block.start, blocks.size, blocks.axis)
-            of_head = jax.lax.dynamic_update_slice_in_dim(of_head, of_block, block.start, blocks.axis)
-            # A v6e makes the product transposed: XLA copied each block twice, or on one chip the whole at the end.
-            return of_x, with_layout_constraint(of_head, _ROW_MAJOR)
+        def of_tokens(
+            ids: Array, x: Array, sums: Array, entropies: Array | None, gradient: Array, of_entropies: Array | None
+        ) -> tuple[Array, Array]:
+            weights, sums = gradient[:, None] / blocks.temperature, sums[:, None]
 
-        empty = (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(head))
-        of_x, of_head = jax.lax.fori_loop(0, _count(vocab, blocks), add, empty)
-        of_x = of_x.astype(x.dtype)
+            def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
+                of_x, of_head = gradients
+                block = _Block.of(index, head, blocks)
+                logits = block.logits(x)
+                logprobs = block.scores(logits) - sums
+                probabilities = jnp.exp(logprobs)
+                slope = weights * (block.hit(ids) - probabilities)
+                if entropies is not None and of_entropies is not None:
+                    spread = weighted(probabilities, logprobs) + probabilities * entropies[:, None]
+                    slope -= of_entropies[:, None] / blocks.temperature * spread
+                if blocks.soft_cap is not None:
+                    slope = slope * (1.0 - jnp.square(logits / blocks.soft_cap))
+                counted = block.fresh & (ids != NO_TARGET)[:, None] if blocks.targets_only else block.fresh
+                # As in the model's own output layer: a float32 gradient would double what devices exchange.
+                slope = jnp.where(counted, slope, 0.0).astype(x.dtype)
+                of_x += jnp.dot(slope, block.columns.T, preferred_element_type=jnp.float32)
+                of_block = jnp.dot(x.T, slope)
+                of_block = of_block.T if blocks.vocab_first else of_block
+                if vocab % blocks.size:  # the last block begins inside the one before it
+                    of_block += jax.lax.dynamic_slice_in_dim(of_head, block.start, blocks.size, blocks.axis)
+                of_head = jax.lax.dynamic_update_slice_in_dim(of_head, of_block, block.start, blocks.axis)
+                # A v6e makes the product transposed: XLA copied each block twice, or on one chip the whole at the end.
+                return of_x, with_layout_constraint(of_head, _ROW_MAJOR)
+
+            empty = (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(head))
+            of_x, of_head = jax.lax.fori_loop(0, _count(vocab, blocks), add, empty)
+            return of_x.astype(x.dtype), of_head
+
+        of_x, of_head = blocks.for_tokens(of_tokens, targets, states, sum_exp, entropies, gradient, of_entropies)
         of_x = jax.lax.psum(of_x, blocks.vocab) if blocks.vocab else of_x
         return of_x.reshape(states.shape), _scatter(of_head, blocks)
 

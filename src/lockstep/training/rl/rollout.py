@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -123,6 +123,7 @@ def answer_mask(samples: Sequence[Sample], row_length: int) -> Bool[np.ndarray, 
     return mask
 
 
+_READ: Final = ("tokens", "segment_ids", "loss_mask")  # the columns that log-probabilities are computed from
 OLD = "old_logprobs"  # the column of the model before the first update of a rollout
 
 
@@ -152,7 +153,7 @@ class LogprobColumns:
         self._replayed = [name for name, replayed in ROUTING.items() if replayed and name in columns]
 
         def answers(model: PyTree, batch: Mapping[str, Array]) -> Array:
-            return objective.answer_logprobs(with_routing(model, batch), batch["tokens"], batch["segment_ids"])
+            return objective.answer_logprobs(with_routing(model, batch), *(batch[name] for name in _READ))
 
         self._programs = {
             name: LogprobProgram(name, answers, trainer=trainer, programs=programs, replicated=True)
@@ -180,9 +181,8 @@ class LogprobColumns:
         """
         models = {OLD: model, REFERENCE: self._frozen.reference, TEACHER: self._frozen.teacher}
         # The reference model takes its own experts: it is the policy of another time. So does the teacher.
-        packed = ["tokens", "segment_ids"]
-        reads = {OLD: [*packed, *self._replayed], REFERENCE: packed, TEACHER: packed}
-        columns = {name: rollout.columns[name] for name in ("tokens", *self._replayed)}
+        reads = {OLD: [*_READ, *self._replayed], REFERENCE: _READ, TEACHER: _READ}
+        columns = {name: rollout.columns[name] for name in ("tokens", *self._replayed)} | {"loss_mask": answers}
         minibatches = [slice(begin, begin + self._n_rows) for begin in range(0, len(answers), self._n_rows)]
         structs = batch_structs(
             packed_columns(

@@ -355,7 +355,7 @@ class Rollouts:
 
 
 class _Report(NamedTuple):
-    """What `RolloutLog.report` tells of a rollout."""
+    """The arguments of `RolloutLog.report`."""
 
     step: int
     groups: Groups

@@ -1,6 +1,7 @@
 """The configurations of training commands but GRPO, the reader of their data, and the state before the first step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -254,7 +255,7 @@ class TrainLmConfig(TrainConfig):
     @property
     def loss_fn(self) -> LossFn:
         """The mean negative log-probability of the target tokens."""
-        return lm_loss
+        return functools.partial(lm_loss, targets_only=not self.data.data_format.documents)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

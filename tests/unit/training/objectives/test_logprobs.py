@@ -13,7 +13,8 @@ from lockstep.models import LlamaConfig
 from lockstep.models.trainable import skeleton
 from lockstep.training import lm_loss
 from lockstep.training.objectives import logprobs, token_logprobs
-from lockstep.training.objectives.logprobs import OutputLayer, target_mask
+from lockstep.training.objectives.logprobs import OutputLayer
+from lockstep.training.objectives.targets import target_mask
 from tests.unit.training.objectives.tables import table_model
 
 CONFIG = LlamaConfig(

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, compute_axes, make_mesh
+from lockstep.training.objectives.targets import NO_TARGET
 from lockstep.training.objectives.vocab_blocks import VocabBlocks
 from lockstep.xla import Hlo, collectives
 
@@ -112,6 +113,33 @@ def test_the_entropy_of_blocks_is_that_of_all_logits_and_its_gradient_too(mesh, 
     blocks = with_gradients(blockwise_both, inputs, mesh, most=MOST // parts, **options)
     for ours, theirs in zip(blocks, with_gradients(dense_both, inputs, **options), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, "1,2,2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("2,1,2", "fsdp=2,cp=2"))]
+)
+@pytest.mark.parametrize("function", [(blockwise, dense), (blockwise_both, dense_both)], ids=["logprobs", "entropies"])
+def test_of_tokens_that_are_targets_alone_results_and_gradients_are_those_of_all(mesh, function):
+    """Each device has some targets among the tokens of its own, of which one quarter or more are left out."""
+    states, head, targets, weights = arrays(604, vocab_first=True)
+    masked = np.where(np.arange(POSITIONS) % 6 < [[1], [0], [3], [2]], targets, NO_TARGET)
+    mask = masked != NO_TARGET
+    mesh = make_mesh(mesh, jax.devices()[:4]) if mesh else None
+    parts, options = 1 if mesh is None else mesh.size // mesh.shape["tp"], {"vocab_first": True, "cap": 1.5}
+    ours = with_gradients(
+        function[0], (states, head, masked, weights), mesh, most=MOST // parts, targets_only=True, **options
+    )
+    theirs = with_gradients(function[1], (states, head, targets, weights * mask), **options)
+    for own, value in zip(ours, (theirs[0] * mask, *theirs[1:]), strict=True):
+        np.testing.assert_allclose(own, value, atol=3e-5)
+
+
+def test_what_a_quarter_without_targets_has_is_not_read():
+    states, head, targets, weights = arrays(512)
+    targets[1:] = NO_TARGET  # 6 of 24 tokens are left, of which the first third is computed
+    states[3] = np.nan
+    results = with_gradients(blockwise, (states, head, targets, weights), targets_only=True)
+    assert all(np.isfinite(result).all() for result in results)
 
 
 def test_a_certain_token_has_no_entropy_and_a_finite_gradient():
