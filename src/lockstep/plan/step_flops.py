@@ -24,8 +24,9 @@ def step_flops(workload: Workload, *, vocab_blocks: bool, idle: float = 0.0) -> 
     """The floating-point operations of a train step.
 
     They are 2 per weight and token forward, 4 backward, and 2 again for what is computed twice: products of layers, as
-    far as a gradient needs them, and logits, because they are made in blocks; all tokens are targets. A frozen weight has no gradient, so it
-    needs 2 backward. Attention is counted as it is computed, and so are layers in a stage that has no microbatch.
+    far as a gradient needs them, and logits, because they are made in blocks (all tokens are targets). A frozen weight
+    has no gradient, so it needs 2 backward. Attention is counted as it is computed, and so are layers in a stage that
+    has no microbatch.
     """
     training, config = workload.training, workload.model
     assert training is not None
