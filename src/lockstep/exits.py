@@ -39,12 +39,17 @@ SETUP_FAILED = _row(92, "a worker could not be set up")
 FAULT = _row(93, "a fault of the hardware, the runtime or the network", retried=True)
 FAULT_AGAIN = _row(94, "a fault again, with nothing saved since the attempt before")
 NOT_FOUND = _row(127, "the program was not found")
+HUNG_UP = _row(128 + signal.SIGHUP, "terminal closed (SIGHUP)")
 INTERRUPTED = _row(128 + signal.SIGINT, "interrupted (Ctrl-C)")
 ABORTED = _row(128 + signal.SIGABRT, "aborted, as by JAX where another process is gone (SIGABRT)", retried=True)
 BUS_ERROR = _row(128 + signal.SIGBUS, "a fault of memory or of a mapped file (SIGBUS)", retried=True)
 SEGMENTATION_FAULT = _row(128 + signal.SIGSEGV, "a fault inside a native library (SIGSEGV)", retried=True)
 KILLED = _row(128 + signal.SIGKILL, "killed (SIGKILL, or the machine ran out of memory)", retried=True)
 TERMINATED = _row(128 + signal.SIGTERM, "asked to end (SIGTERM), as before a preemption", retried=True)
+
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""The signals that ask a process to end and leave it time for a last save; libtpu has SIGHUP ignored by default."""
 
 
 def describe_code(code: int) -> str:

@@ -255,7 +255,7 @@ def _encoded(value: str) -> Iterator[str]:
 
 def main(names: list[str]) -> None:
     """Copy standard input to standard output without the values of some variables of the environment."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the program's last words come after such a signal
     redactor = Redactor([os.environ[name] for name in names if name in os.environ])
     while True:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.errors import HostError, HostTimeoutError
 from lockstep.hosts._client import Client
-from lockstep.hosts.heartbeat import Heartbeat, heartbeats, longest_silent
+from lockstep.hosts.heartbeat import MISSING, Heartbeat, heartbeats, longest_silent
 from lockstep.json_text import typed
 from lockstep.printable import printable
 
@@ -181,7 +181,7 @@ class Channel:
         elsewhere = [f"process {i} waits at {peers[i].waits[-1]!r}" for i in missing if i in peers and peers[i].waits]
         text = ""
         if absent:
-            text += f"Missing: {', '.join(absent)}. "
+            text += f"{MISSING}{', '.join(absent)}. "
         else:
             text += "Every process has come by now, but at least one of them after the deadline. "
         if alive:

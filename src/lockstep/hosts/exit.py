@@ -14,6 +14,7 @@ from lockstep.errors import CapacityError, CompilerError, ConfigError, HostError
 from lockstep.exits import FAILED, FAULT, INTERRUPTED, PEER_FAILED, WAIT_S, work_hangs
 from lockstep.files import advice_of
 from lockstep.hosts.fault import failure_code, limit_attempts
+from lockstep.hosts.heartbeat import MISSING, describe_missing, heartbeats
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.peers import announce_exit, end_process, failure_is_announced
 from lockstep.printable import error_line, error_stack, print_to_stderr
@@ -132,7 +133,8 @@ def leave(hosts: Hosts | None, code: int, reason: str, peers: int = PEER_FAILED)
     that are not made have as long, and those that are lost are named.
 
     Args:
-        reason: What the peers print about this process; where it failed, after the word "failed".
+        reason: What the peers print about this process; where it failed, after the word "failed". After a fault, which
+            a runtime reports of its own connections alone, the processes that give no sign of life stand before it.
 
     Raises:
         SystemExit: The job has one process, or no service any more.
@@ -144,7 +146,23 @@ def leave(hosts: Hosts | None, code: int, reason: str, peers: int = PEER_FAILED)
             end_process(code)
         sys.exit(code)
     client = hosts.client
-    if code == FAULT:  # a connection that breaks because another process has failed is no fault
-        code = PEER_FAILED if failure_is_announced(client) else limit_attempts(client, code)
+    if code == FAULT:
+        code, missing = _judge_fault(hosts)
+        if missing and MISSING not in reason:
+            print_to_stderr(f"lockstep: process {hosts.index} of {hosts.count} ends because of that fault.{missing}")
+            reason = f"{missing.strip()} {reason}"
     announce_exit(client, reason, peers, WAIT_S)
     end_process(code)
+
+
+def _judge_fault(hosts: Hosts) -> tuple[int, str]:
+    """The exit code after a fault, and a sentence that names the processes that give no sign of life.
+
+    A connection that breaks because another process has failed, or is gone, is no fault of this one.
+    """
+    client = hosts.client
+    if failure_is_announced(client):
+        return PEER_FAILED, describe_missing(heartbeats(client))
+    missing = hosts.missing()
+    code = limit_attempts(client, FAULT)
+    return PEER_FAILED if missing and code == FAULT else code, missing

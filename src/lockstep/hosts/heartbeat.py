@@ -16,6 +16,7 @@ REMEMBERED_WAITS = 8  # keys in a heartbeat: the last ones at which the process 
 INTERVAL_S = 0.5  # seconds between two posts of a process whose phase does not change
 MIN_INTERVAL_S = 0.05  # seconds between two looks of the thread that posts for something new to post
 LOOKING = 32  # processes from which on each looks less often for one that is silent
+MISSING = "Missing: "  # how every error begins the list of the processes that are gone
 SILENT_S = 1.5  # seconds without a post after which a process counts as silent, and errors name it as missing
 
 
@@ -141,7 +142,7 @@ def longest_silent(peers: Mapping[int, PeerHeartbeat]) -> list[int]:
 def describe_missing(peers: Mapping[int, PeerHeartbeat]) -> str:
     """Return a sentence for an error that names the silent processes; empty where there is none."""
     silent = [f"process {i} ({peers[i]})" for i in longest_silent(peers)]
-    return f" Missing: {', '.join(silent)}." if silent else ""
+    return f" {MISSING}{', '.join(silent)}." if silent else ""
 
 
 def describe_elsewhere(peers: Mapping[int, PeerHeartbeat], phase: str) -> str:
@@ -159,6 +160,11 @@ class SilentProcesses:
         self.names: tuple[str, ...] = ()
         self._since: dict[str, float] = {}  # process -> when it was first among them
         self._printed: set[str] = set()
+
+    @property
+    def unheard(self) -> list[str]:
+        """Those that have been printed, as they are now."""
+        return [name for name in self.names if name.partition(" (")[0] in self._printed]
 
     def hear(self, names: Sequence[str], limit_s: float) -> None:
         """Take the processes that are silent now, each as ``process 1 (...)``; print those that are for ``limit_s``."""

@@ -171,8 +171,15 @@ class Connection:
             if not service_answers(service_address(), SILENT_S):
                 return f"{runner} ({self._unanswered()})"
         except ConnectionRefusedError:
-            return runner
+            return ", ".join([*self.unheard(), runner])
         return ", ".join(self._silent.names)
+
+    def unheard(self) -> list[str]:
+        """The processes that were silent for `UNHEARD_S`, as text: JAX ends the one with the service because of them.
+
+        That one may be gone before JAX, or a collective, gives up here.
+        """
+        return self._silent.unheard
 
     def wait(self) -> str:
         """Wait for the end of the process that runs the service.

@@ -18,6 +18,7 @@ from lockstep.errors import HostError
 from lockstep.exits import DONE, EXIT_CODES, PEER_FAILED, finish_work
 from lockstep.hosts._client import Client, ServiceGoneError, service_address
 from lockstep.hosts.exchange import digest, name_processes
+from lockstep.hosts.heartbeat import MISSING
 from lockstep.hosts.hosts import Hosts
 from lockstep.hosts.liveness import DIED, Connection, Listener
 from lockstep.printable import print_to_stderr, printable, without_secrets
@@ -93,21 +94,27 @@ def watch_peers(hosts: Hosts) -> Callable[[], None]:
     This process's heartbeat starts too. What is returned stops watching; Python's exit calls it too.
     """
     client, stopping, stop_heartbeat = hosts.client, threading.Event(), hosts.start_heartbeat()
-    threading.Thread(target=_watch, args=(hosts, stopping), name="lockstep-peers", daemon=True).start()
     if client.task == 0:
         listener = Listener(client, functools.partial(_announce_lost, hosts), stopping)
         listener.start()
-        forget_abort = on_abort(functools.partial(_last_word, hosts, listener.missing))
+        missing = listener.missing
+        end_without_service = functools.partial(_end_without_service, hosts, stopping, list)
     else:
         connection = Connection(client, stopping)
-        forget_abort = on_abort(functools.partial(_last_word, hosts, connection.missing))
+        missing = connection.missing
+        end_without_service = functools.partial(_end_without_service, hosts, stopping, connection.unheard)
 
         def watch_service() -> None:
             # JAX notices at the same moment, and its requests fail in any order: `_watch` often has no time to print.
             if ended := connection.wait():
-                _end_without_service(hosts, stopping, ended)
+                end_without_service(ended)
 
         threading.Thread(target=watch_service, name="lockstep-service", daemon=True).start()
+    forget_abort = on_abort(functools.partial(_last_word, hosts, missing))
+    watch = threading.Thread(
+        target=_watch, args=(hosts, stopping, end_without_service), name="lockstep-peers", daemon=True
+    )
+    watch.start()
 
     def stop() -> None:
         if not stopping.is_set():
@@ -122,14 +129,14 @@ def watch_peers(hosts: Hosts) -> Callable[[], None]:
     return stop
 
 
-def _watch(hosts: Hosts, stopping: threading.Event) -> None:
+def _watch(hosts: Hosts, stopping: threading.Event, end_without_service: Callable[[str], None]) -> None:
     """End this process once another one has announced that it ends."""
     client = hosts.client
     try:
         _wait_for_wake_up(client)
         announced = client.get_dir(ANNOUNCEMENTS)
     except ServiceGoneError:
-        _end_without_service(hosts, stopping, DIED)
+        end_without_service(DIED)
         return
     except (HostError, TimeoutError):
         return  # the service was ended in order
@@ -198,7 +205,7 @@ def _last_word(hosts: Hosts, missing: Callable[[], str]) -> bool:
         return True
     print_to_stderr(
         f"lockstep: process {hosts.index} of {hosts.count} ends because JAX gave up on a process of the job. "
-        f"Missing: {text}. This process was in phase {hosts.last_phase!r}; its last launches: {_last_launches(hosts)}."
+        f"{MISSING}{text}. This process was in phase {hosts.last_phase!r}; its last launches: {_last_launches(hosts)}."
     )
     end_process(PEER_FAILED)
 
@@ -207,18 +214,20 @@ def _last_launches(hosts: Hosts) -> str:
     return ", ".join(f"{index} {name!r}" for index, name, _ in hosts.ledger.last(SHOWN_LAUNCHES)) or "none"
 
 
-def _end_without_service(hosts: Hosts, stopping: threading.Event, ended: str) -> None:
+def _end_without_service(hosts: Hosts, stopping: threading.Event, unheard: Callable[[], list[str]], ended: str) -> None:
     """End this process before JAX aborts it with a page of C++ stacks; do nothing where the job ended in order.
 
     Args:
+        unheard: Returns the processes of which nothing was heard before, as text.
         ended: How the process with the service ended, as what follows its name.
     """
     if stopping.wait(ORDERLY_S) or service_address() is None or not _ending.acquire(blocking=False):
         return
     lost = hosts.client.processes[0]
+    missing = ", ".join([*unheard(), f"process {lost}"])
     print_to_stderr(
         f"lockstep: process {hosts.index} of {hosts.count} ends because process {lost} {ended}. "
-        f"Missing: process {lost}. This process was in phase {hosts.last_phase!r}; its last launches: "
+        f"{MISSING}{missing}. This process was in phase {hosts.last_phase!r}; its last launches: "
         f"{_last_launches(hosts)}. Look for the log that ends without an error."
     )
     end_process(PEER_FAILED)

@@ -1,12 +1,16 @@
 """How an error that nothing catches ends the job."""
 
+import json
 import sys
 import time
 
 import pytest
 
 from lockstep.errors import CapacityError, DisagreementError
-from lockstep.hosts import Hosts, MemoryClient, closing_on_leader, exit
+from lockstep.exits import FAULT, FAULT_AGAIN, PEER_FAILED
+from lockstep.hosts import Hosts, MemoryClient, closing_on_leader, exit, fault, peers
+from lockstep.hosts.heartbeat import Heartbeat
+from lockstep.hosts.peers import ANNOUNCEMENTS
 from tests.multiprocess.harness import run_threads
 
 
@@ -57,3 +61,34 @@ def test_an_error_of_its_own_does_not_make_the_leader_wait():
         assert closed == [0] * hosts.is_leader
 
     run_threads(body, 2)
+
+
+@pytest.mark.parametrize(("saved", "code"), [(True, PEER_FAILED), (False, FAULT_AGAIN)])
+def test_a_fault_while_a_process_is_silent_names_it_here_and_to_the_others(saved, code, monkeypatch, capfd):
+    """gloo gave up 10 s before JAX, in its own words, and a survivor ended with 93."""
+    clients = MemoryClient.hub(3)
+    hosts, ends = Hosts(clients[1]), []
+    Heartbeat(clients[2])._post(time.time() - 30)
+    monkeypatch.setattr(exit, "end_process", ends.append)
+    monkeypatch.setattr(peers, "GRACE_S", -1.0)  # no other process is there that would leave before the leader
+    monkeypatch.setenv(fault.RESTARTS, "1")
+    if saved:
+        hosts.note_saved()
+    exit.leave(hosts, FAULT, "JaxRuntimeError: UNKNOWN: GetKeyValue() timed out")
+    missing = "Missing: process 2 (last phase 'started' 0 s ago, no sign of life for 30 s)."
+    assert ends == [code]
+    assert f"lockstep: process 1 of 3 ends because of that fault. {missing}\n" in capfd.readouterr().err
+    reason, _, _ = json.loads(clients[0].peek(f"{ANNOUNCEMENTS}/1"))
+    assert reason == f"failed: {missing} JaxRuntimeError: UNKNOWN: GetKeyValue() timed out"
+    exit.leave(Hosts(clients[0]), FAULT, "HostError: failed. Missing: process 2.")
+    assert ends == [code, PEER_FAILED] and capfd.readouterr().err == "", "its own error has named it"
+
+
+def test_a_fault_while_all_live_is_a_fault(monkeypatch):
+    clients = MemoryClient.hub(2)
+    ends = []
+    monkeypatch.setattr(exit, "end_process", ends.append)
+    monkeypatch.setattr(exit, "announce_exit", lambda client, reason, *rest: ends.append(reason))
+    monkeypatch.setattr(Hosts, "missing", lambda hosts: "")
+    exit.leave(Hosts(clients[1]), FAULT, "JaxRuntimeError: INTERNAL: ICI")
+    assert ends == ["JaxRuntimeError: INTERNAL: ICI", FAULT]

@@ -1,6 +1,7 @@
 """What a process prints when others have announced that they end; the rest of the file needs real processes."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -8,7 +9,7 @@ import threading
 import pytest
 
 from lockstep.exits import EXIT_CODES, PEER_FAILED, TERMINATED
-from lockstep.hosts import Hosts, MemoryClient, peers
+from lockstep.hosts import Hosts, MemoryClient, liveness, peers
 from lockstep.hosts.peers import _summarize
 
 
@@ -70,11 +71,11 @@ def test_who_ends_for_a_reason_that_others_have_told_is_not_ended_by_them(monkey
     monkeypatch.setattr(peers, "ANNOUNCED", 1)
     monkeypatch.setattr(peers, "end_process", ended.append)
     peers.announce_exit(other, "PeerError")
-    peers._watch(Hosts(client), threading.Event())
+    peers._watch(Hosts(client), threading.Event(), pytest.fail)
     assert ended == [PEER_FAILED]
     client.increment(f"{peers.COUNTS}/all")
     client.set(f"{peers.UNTOLD}/{client.task}", b"")
-    peers._watch(Hosts(client), threading.Event())
+    peers._watch(Hosts(client), threading.Event(), pytest.fail)
     assert ended == [PEER_FAILED]
 
 
@@ -94,7 +95,7 @@ def test_nothing_ends_a_process_before_it_is_woken(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(client, "get_dir", lambda prefix: (events.append("read"), get_dir(prefix))[1])
     monkeypatch.setattr(peers, "GRACE_S", 0.0)
     monkeypatch.setattr(peers, "end_process", events.append)
-    watch = threading.Thread(target=peers._watch, args=(Hosts(client), threading.Event()))
+    watch = threading.Thread(target=peers._watch, args=(Hosts(client), threading.Event(), events.append))
     watch.start()
     assert waiting.wait(60)
     peers.announce_exit(other, "PeerError")
@@ -135,3 +136,23 @@ def test_an_abort_because_of_a_peer_has_a_last_word_and_its_code(why, code, said
     assert done.returncode == code, done.stderr
     assert ("a last word" in done.stdout) == said
     assert ("Fatal Python error: Aborted" in done.stderr) == stacks, "the handler of before"
+
+
+def test_a_process_that_was_silent_before_the_service_ended_is_named_first(monkeypatch, capsys):
+    """JAX ends the process with the service because of it, and the others may hear of that end alone."""
+    client = MemoryClient.hub(4)[3]
+    connection = liveness.Connection(client, threading.Event())
+    connection._silent.hear(["process 1 (2 s)"], 3600.0)
+    connection._silent.hear(["process 1 (2 s)", "process 2 (40 s)"], 0.0)
+    connection._silent.hear(["process 2 (41 s)"], 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(liveness, "service_address", lambda: address)
+    monkeypatch.setattr(peers, "service_address", lambda: address)
+    monkeypatch.setattr(peers, "_ending", threading.Lock())
+    ends: list[int] = []
+    monkeypatch.setattr(peers, "end_process", ends.append)
+    assert connection.missing() == "process 2 (41 s), process 0, which runs the coordination service"
+    capsys.readouterr()
+    peers._end_without_service(Hosts(client), threading.Event(), connection.unheard, liveness.DIED)
+    assert "Missing: process 2 (41 s), process 0. This process" in capsys.readouterr().err and ends == [PEER_FAILED]

@@ -101,8 +101,15 @@ run_main(main)
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_a_signal_in_a_callback_of_the_garbage_collector_is_not_lost(name, code):
     """Python drops the exceptions of such a callback, and JAX has one."""
     done = subprocess.run([sys.executable, "-c", COLLECTED.format(name=name)], capture_output=True, text=True)
     assert done.returncode == code and "Exception ignored" not in done.stderr, done.stderr
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    """SIGHUP under nohup; libtpu has it ignored too, but where a handler is."""
+    script = "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); from lockstep.hosts import run_main; "
+    script += "run_main(lambda: (os.kill(os.getpid(), signal.SIGHUP), 3)[1])"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 3

@@ -218,7 +218,9 @@ class BatchFeed:
         number, phase = self._hosts.preemption.signal, f"waiting for the rows of step {step + 1}"
         if number == signal.SIGINT:
             return KeyboardInterrupt()
-        return Terminated(phase if number else f"{phase}, after a signal to another process")
+        if number is None:
+            return Terminated(f"{phase}, after a signal to another process")
+        return Terminated(phase, number)
 
     def _struct(self, rows: np.ndarray, length: int | None) -> jax.ShapeDtypeStruct:
         shape = rows.shape[1:] if length is None else (*rows.shape[1:-1], length)

@@ -5,13 +5,13 @@ import dataclasses
 import functools
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, HostError
+from lockstep.exits import ENDING
 from lockstep.hosts import Hosts, is_everywhere
 from lockstep.printable import get_logger
 from lockstep.training.checkpoints.checkpoint import CheckpointMetadata
@@ -114,7 +114,7 @@ class Saves:
         diverged: bool = False,
         between_steps: bool = False,
     ) -> None:
-        """Save after the last step of this loop, unless a signal other than SIGTERM ended it; wait for what is written.
+        """Save after the last step of this loop, unless a signal beside `ENDING` ended it; wait for what is written.
 
         Args:
             diverged: Whether ``on_nan`` or an alarm ended it, so that hooks have not been called for the last step.
@@ -122,7 +122,7 @@ class Saves:
         """
         if self._checkpointer is None:
             return
-        preempted = stopped_by == signal.SIGTERM and self._checkpointer.config.save_on_preemption
+        preempted = stopped_by in ENDING and self._checkpointer.config.save_on_preemption
         with self._checkpointer.within_grace(info.next_step) if preempted else contextlib.nullcontext():
             if stopped_by is None:
                 self._save(state, info, hooks_called=not diverged)

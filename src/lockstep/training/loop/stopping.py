@@ -22,6 +22,7 @@ from jaxtyping import PyTree
 
 from lockstep.config_fields import check_fields
 from lockstep.errors import DivergenceError, HostError, check_at_least
+from lockstep.exits import ENDING
 from lockstep.hosts import Hosts
 from lockstep.json_text import typed
 from lockstep.printable import get_logger, printable
@@ -29,7 +30,7 @@ from lockstep.training.step.train_step import ALARM_FLAG, SIGNAL_FLAG, SKIPPED, 
 
 SLOW_STEP_S = 2.0
 """Seconds of a step above which a signal ends the run after the step that it came in, and not after the next."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, *ENDING)
 """The signals that end a run in order. Another number from another process would be another exit code, 0 even."""
 AGAIN_AFTER_S = 1.0
 """Seconds after a signal from which on another one is a second request: a terminal and a launcher may both deliver one
@@ -58,7 +59,8 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._note)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # SIGHUP under nohup, SIGINT behind a shell's &
+                    self._before[number] = signal.signal(number, self._note)
             self._preemption.in_order = True
         return self
 
@@ -114,9 +116,9 @@ def _of_hosts(numbers: Sequence[object]) -> int | None:
     """The signal that hosts were asked to end by; None where none was."""
     if strange := [number for number in numbers if number is not None and number not in SIGNALS]:
         raise HostError(
-            f"another process was asked to end by {printable(repr(strange[0]))[:80]}; a run ends in order after SIGINT "
-            "and SIGTERM alone. If every process is of the same version, somebody else has written to the coordination "
-            "service (docs/security.md)."
+            f"another process was asked to end by {printable(repr(strange[0]))[:80]}; a run ends in order after "
+            f"{', '.join(number.name for number in SIGNALS)} alone. If every process is of the same version, somebody "
+            "else has written to the coordination service (docs/security.md)."
         )
     return max((number for number in SIGNALS if number in numbers), default=None)
 

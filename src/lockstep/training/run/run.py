@@ -1,7 +1,6 @@
 """A training run: from a configuration to a trained model, the same steps on every host."""
 
 import dataclasses
-import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from jaxtyping import PyTree
 from lockstep.callback import InferenceEvalConfig, SampleCallback
 from lockstep.callback.evaluation import PREFIX as TASKS_PREFIX
 from lockstep.config_fields import encode_config
+from lockstep.exits import ENDING
 from lockstep.hosts import Hosts, closing_on_leader, giving_back_leases
 from lockstep.models import split_trained
 from lockstep.printable import get_logger, hide_credentials, print_lines
@@ -137,7 +137,7 @@ def _save_last(config: TrainConfig, run: OpenRun, saves: HfSaves, result: TrainR
     with StopRequest(hosts):  # a signal from now on must not leave half a checkpoint
         # A machine that is taken away (SIGTERM) leaves what it has; Ctrl-C ends at once, unless all steps are done.
         done = result.completed_steps == config.trainer.num_train_steps
-        if config.hf_save_path is None or not (done or result.stopped_by in (None, signal.SIGTERM)):
+        if config.hf_save_path is None or not (done or result.stopped_by in (None, *ENDING)):
             return None
         hosts.phase("saving")
         return saves.save_last(result.eval_model, None if result.complete else result.completed_steps)

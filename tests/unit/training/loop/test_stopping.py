@@ -103,6 +103,17 @@ def test_in_another_thread_it_changes_no_handler(hosts):
     assert found == [before]
 
 
+def test_a_signal_that_is_ignored_ends_no_run(monkeypatch):
+    """SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(Hosts(MemoryClient.hub(1)[0])) as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def metrics(**values):
     return StepMetrics(**({"loss": 0.0, "stop": 0, "save": False, "slow": False, "values": {}} | values))
 
@@ -124,7 +135,7 @@ def test_no_other_process_chooses_the_exit_code(reason):
 
     def body(hosts):
         if hosts.index == 1:
-            with pytest.raises(HostError, match="after SIGINT and SIGTERM alone"):
+            with pytest.raises(HostError, match="after SIGINT, SIGTERM, SIGHUP alone"):
                 StopRequest(hosts).after_step(metrics(slow=True), 0.1)
         else:
             hosts.reasons_to_stop("end of a slow step", None, reason)
@@ -144,7 +155,7 @@ def test_no_other_process_ends_a_run_by_another_signal(number):
 
     run_threads(body, 2)
     if isinstance(number, int):
-        with StopRequest(Hosts(MemoryClient.hub(1)[0])) as request, pytest.raises(HostError, match="SIGTERM alone"):
+        with StopRequest(Hosts(MemoryClient.hub(1)[0])) as request, pytest.raises(HostError, match="SIGHUP alone"):
             request.after_step(metrics(stop=number), 0.1)
 
 
