@@ -14,7 +14,7 @@ from typing import Any, Literal
 import fsspec
 
 from lockstep.config_fields import FilePath, check_fields
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.json_text import lone_surrogate, not_utf8, parse_json, pointer_text
 from lockstep.limits import LINE_BYTES, TEXT_BYTES, read_object
 from lockstep.text.arrow_rows import batch_rows, parquet_rows
@@ -112,9 +112,9 @@ def list_files(url: str, key: str) -> list[SourceFile]:
         if pipes := [name for name, info in infos.items() if info["type"] == "other"]:
             raise ConfigError(f"training file {pipes[0]} is a pipe or a device: it must be a file. Check {key}.")
         files = [_file(fs, name, info) for name, info in infos.items() if info["type"] != "directory"]
-    except ConfigError:
+    except (ConfigError, HostTimeoutError):
         raise
-    except Exception as error:  # each file system has its own errors: permissions, credentials, a missing package
+    except Exception as error:  # each file system has its own errors
         raise ConfigError(
             f"training file {url} cannot be opened: {type(error).__name__}: {error}. Check {key}."
         ) from error
