@@ -186,7 +186,7 @@ _LOGINS = {
     "s3": "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "abfs": "AZURE_STORAGE_CONNECTION_STRING",
 }
-"""What gives access to the files of a protocol."""
+"""Commands and variables that give access to the files of a protocol."""
 _NO_ACCESS = re.compile(
     r"\w*CredentialsError|RefreshError|TokenRetrievalError|ProfileNotFound|PermissionError|GatedRepoError"
 )
@@ -194,7 +194,7 @@ _NO_ACCESS = re.compile(
 
 
 def unreachable(url: str, error: BaseException) -> ConfigError | None:
-    """What to do where remote files cannot be had for want of access or a package; None for any other error.
+    """Return an error that says what to do, where access or a package is missing; None for any other error.
 
     Args:
         url: The URL that was asked for, without credentials.
@@ -236,7 +236,7 @@ class RemoteFiles:
         filesystem: The file system of fsspec.
 
     Raises:
-        ConfigError: Of its reads: there is no access (`unreachable`).
+        ConfigError: A read has no access (`unreachable`).
     """
 
     def __init__(self, filesystem: Any) -> None:
