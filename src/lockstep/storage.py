@@ -208,7 +208,7 @@ def unreachable(url: str, error: BaseException) -> ConfigError | None:
         fix = f"Check the URL, and set up access ({_LOGINS.get(protocol, 'a public URL')})."
     else:
         return None
-    return ConfigError(f"{url} cannot be read: {text.rstrip(".")}. {fix}")
+    return ConfigError(f"{url} cannot be read: {text.rstrip('.')}. {fix}")
 
 
 def call_remote[Result](doing: str, url: str, work: Callable[[], Result]) -> Result:
