@@ -323,9 +323,10 @@ _HARDWARE = re.compile(
 )
 _NETWORK = re.compile(
     r"HostTimeoutError|ServiceGoneError|(FS)?TimeoutError|\w*Connection\w*Error|BrokenPipeError|\w*ProxyError|"
-    r"((Connect|Read)Timeout|Client(Connector|OS|Payload)|Server(Disconnected|Timeout)|ChunkedEncoding|Transport)\w*"
+    r"((Connect|Read)Timeout|Client(Connector|OS|Payload)|Server(Disconnected|Timeout)|ChunkedEncoding|Transport)\w*|"
+    r"(Connect|Read|Write|RemoteProtocol)Error|(Pool|Write)Timeout"
 )
-"""Errors of Python, of ours, and of what reads buckets: aiohttp, requests, botocore, google.auth, fsspec."""
+"""Errors of Python, of ours, and of what reads buckets and the hub: aiohttp, requests, httpx, botocore, google.auth."""
 _HTTP_STATUS = {408, 429, 500, 502, 503, 504}  # replies that another request may not get
 _ERRNO = re.compile(r"\[Errno (5|19|100|101|103|104|110|112|113|116|121)\]")
 """Linux: input/output, no device, network down, connection lost, host down, stale handle, remote I/O."""

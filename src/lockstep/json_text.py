@@ -7,6 +7,7 @@ import functools
 import json
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -31,20 +32,40 @@ def not_utf8(error: UnicodeDecodeError) -> str:
     return f"is not UTF-8, it begins as {kind} does" if kind else f"is not UTF-8: {error}"
 
 
+class _TwiceError(Exception):
+    """A key that an object has twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise _TwiceError(next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1))
+    return made
+
+
 def parse_json[Found](
-    text: str | bytes, place: str, kind: type[Found], fix: str, error: type[LockstepError] = ConfigError
+    text: str | bytes,
+    place: str,
+    kind: type[Found],
+    fix: str,
+    error: type[LockstepError] = ConfigError,
+    *,
+    unique: bool = False,
 ) -> Found:
     """Parse a JSON text.
 
     Args:
         place: Where it is from, for the error.
         fix: What to do where it cannot be read, a sentence.
+        unique: Whether an object that has a key twice is refused; Python's parser takes the last.
 
     Raises:
         LockstepError: It is no JSON, nested too deeply for Python's parser, or of another type.
     """
     try:
-        parsed: Any = json.loads(text)
+        parsed: Any = json.loads(text, object_pairs_hook=_object if unique else None)
+    except _TwiceError as twice:
+        raise error(f"{place} has the key {twice.args[0]!r:.80} twice in one object. Remove one of them.") from None
     except RecursionError:
         raise error(f"{place} is JSON that is nested too deeply to be read. {fix}") from None
     except UnicodeDecodeError as wrong:

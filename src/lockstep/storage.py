@@ -18,10 +18,13 @@ WAIT_S = 240.0  # seconds of all tries where the caller names no others: less th
 TRY_S = 60.0  # seconds that one try of a read may take
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Seconds between two tries: the first pause, and the longest of those that follow, each twice the one before."""
+UNKNOWN_S = 10.0  # seconds of all tries where a machine's name has no address and nothing was read before
+_UNKNOWN = re.compile(r"Name or service not known|nodename nor servname|Temporary failure in name resolution")
 HUB_WAIT_S, HUB_PAUSE_S = 600.0, 5.0
 """The most seconds to wait for the Hugging Face hub, whose limits are for five minutes, and those of the first pause
 where it does not say for how long."""
 
+_answered = threading.Event()  # storage has answered this process once
 _inside = threading.local()  # has ``attempt`` in the threads of tries: what they call is in the same wait
 
 
@@ -77,7 +80,8 @@ def call_storage[Result](
         return work()
     fix = "" if timeout_s is None else ", or raise trainer.distributed.timeout_s"
     timeout_s = WAIT_S if timeout_s is None else timeout_s
-    deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+    begin, pause_s = time.monotonic(), FIRST_PAUSE_S
+    deadline = begin + timeout_s
     hub_deadline, hub_pause_s = time.monotonic() + HUB_WAIT_S, HUB_PAUSE_S
     limit_s = min(TRY_S if try_s is None else try_s, timeout_s)
     with storage_wait(doing):
@@ -85,6 +89,7 @@ def call_storage[Result](
         while True:
             ended = attempt.done.wait(min(limit_s, max(0.0, deadline - time.monotonic())))
             if ended and attempt.error is None:
+                _answered.set()
                 return attempt.result[0]
             if ended and (refusal := _refusal_of_hub(attempt.error)) is not None:
                 wait_s = _asked_to_wait(refusal) or hub_pause_s
@@ -95,6 +100,9 @@ def call_storage[Result](
             if ended and attempt.error is not None and not is_passing(attempt.error):
                 raise attempt.error
             failure = f"no answer for {limit_s:g} s" if attempt.error is None else error_text(attempt.error, 300)
+            if _UNKNOWN.search(failure) and not _answered.is_set():  # no network, more likely than a fault of it
+                timeout_s = min(timeout_s, UNKNOWN_S)
+                deadline = begin + timeout_s
             waits_on = answers is not None and not ended
             if answers is not None and not ended and answers():
                 deadline = time.monotonic() + timeout_s
@@ -172,11 +180,63 @@ _READS = {
 """The methods of a file system that are waited for, and what they do."""
 
 
+_LOGINS = {
+    "hf": "hf auth login, or HF_TOKEN",
+    "gs": "gcloud auth application-default login",
+    "s3": "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "abfs": "AZURE_STORAGE_CONNECTION_STRING",
+}
+"""Commands and variables that give access to the files of a protocol."""
+_NO_ACCESS = re.compile(
+    r"\w*CredentialsError|RefreshError|TokenRetrievalError|ProfileNotFound|PermissionError|GatedRepoError"
+)
+"""Errors of botocore, google.auth, s3fs and huggingface_hub."""
+
+
+def unreachable(url: str, error: BaseException) -> ConfigError | None:
+    """Return an error that says what to do, where access or a package is missing; None for any other error.
+
+    Args:
+        url: The URL that was asked for, without credentials.
+    """
+    name, text, protocol = type(error).__name__, error_text(error, 300), url.partition("://")[0]
+    if isinstance(error, ImportError):
+        fix = "Install the package that it names, or copy the files to a local directory."
+    elif name in ("OfflineModeIsEnabled", "LocalEntryNotFoundError"):
+        fix = "Unset HF_HUB_OFFLINE, or give a local directory (hf download NAME --local-dir DIRECTORY)."
+    elif _NO_ACCESS.fullmatch(name) or (name == "OSError" and "Forbidden" in text):
+        fix = f"Check the URL, and set up access ({_LOGINS.get(protocol, 'a public URL')})."
+    else:
+        return None
+    return ConfigError(f"{url} cannot be read: {text.rstrip('.')}. {fix}")
+
+
+def call_remote[Result](doing: str, url: str, work: Callable[[], Result]) -> Result:
+    """Return what ``work`` returns, by `call_storage`.
+
+    Args:
+        url: The URL that is read, without credentials.
+
+    Raises:
+        ConfigError: It cannot be had for want of access or a package (`unreachable`).
+        Exception: As for `call_storage`.
+    """
+    try:
+        return call_storage(f"{doing} {url}", work)
+    except Exception as error:
+        if (refusal := unreachable(url, error)) is not None:
+            raise refusal from error
+        raise
+
+
 class RemoteFiles:
     """A file system of fsspec whose reads are waited for by `call_storage`; all else is its own.
 
     Args:
         filesystem: The file system of fsspec.
+
+    Raises:
+        ConfigError: A read has no access (`unreachable`).
     """
 
     def __init__(self, filesystem: Any) -> None:
@@ -190,7 +250,7 @@ class RemoteFiles:
             return method
 
         def read(path: str | list[str], *arguments: Any, **options: Any) -> Any:
-            return call_storage(f"{_READS[name]} {self._url(path)}", lambda: method(path, *arguments, **options))
+            return call_remote(_READS[name], self._url(path), lambda: method(path, *arguments, **options))
 
         return read
 
@@ -198,10 +258,11 @@ class RemoteFiles:
         """Open a file as fsspec does; where it is to be read, each block of it is waited for."""
         if mode != "rb":
             return self._filesystem.open(path, mode, compression=compression, **options)
-        file = call_storage(f"opening {self._url(path)}", lambda: self._filesystem.open(path, mode, **options))
+        url = self._url(path)
+        file = call_remote("opening", url, lambda: self._filesystem.open(path, mode, **options))
         if (cache := getattr(file, "cache", None)) is not None:
             fetch = cache.fetcher
-            cache.fetcher = lambda start, end: call_storage(f"reading {self._url(path)}", lambda: fetch(start, end))
+            cache.fetcher = lambda start, end: call_remote("reading", url, lambda: fetch(start, end))
         if compression is None:
             return file
         from fsspec.compression import compr

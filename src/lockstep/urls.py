@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.json_text import lone_surrogate
 from lockstep.limits import REPLY_BYTES
 from lockstep.printable import without_credentials
-from lockstep.storage import RemoteFiles
+from lockstep.storage import RemoteFiles, unreachable
 
 if TYPE_CHECKING:
     from etils import epath
@@ -62,8 +62,8 @@ def url_to_fs(url: str | os.PathLike[str]) -> tuple[Any, str]:
     Reads of one that is not of this machine are waited for (`lockstep.storage.RemoteFiles`).
 
     Raises:
-        ConfigError: `check_url` refuses it, or it has the `PLACEHOLDER` of a bucket, or is a pipe.
-        ImportError: The package for its protocol is not installed.
+        ConfigError: `check_url` refuses it, or it has the `PLACEHOLDER` of a bucket, or is a pipe, or the package for
+            its protocol is not installed.
     """
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
@@ -75,7 +75,12 @@ def url_to_fs(url: str | os.PathLike[str]) -> tuple[Any, str]:
             f"{without_credentials(text)!r} has {PLACEHOLDER} of a shipped configuration in it. Put the name of your "
             "bucket there."
         )
-    filesystem, path = fsspec.core.url_to_fs(text)
+    try:
+        filesystem, path = fsspec.core.url_to_fs(text)
+    except Exception as error:
+        if (refusal := unreachable(without_credentials(text), error)) is not None:
+            raise refusal from error
+        raise
     if isinstance(filesystem, LocalFileSystem) and os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
         raise ConfigError(f"{text!r} is a pipe, and is read more than once: it must be a file. Write a file first.")
     is_own = isinstance(filesystem, LocalFileSystem | MemoryFileSystem)
@@ -90,8 +95,10 @@ def files_of(filesystem: Any, path: str) -> dict[str, Any]:
     Args:
         filesystem: The file system of `url_to_fs`, which has the path.
     """
-    if not set(path) & _WILDCARDS or filesystem.exists(path):
-        return {path: filesystem.info(path)} if filesystem.exists(path) else {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # for `exists`, what fails is not there
+        return {path: filesystem.info(path)}
+    if not set(path) & _WILDCARDS:
+        return {}
     directory = path.rpartition("/")[0]
     while set(directory) & _WILDCARDS and not filesystem.isdir(directory):
         directory = directory.rpartition("/")[0]

@@ -34,6 +34,13 @@ def test_what_is_wrong_is_one_error_with_the_place(text, why):
         parse_json(text, "the file", dict, "Mend it.")
 
 
+def test_a_key_that_an_object_has_twice_is_refused_where_each_has_to_count():
+    text = '{"a": [{"b": 1, "c": 2, "b": 3}]}'
+    assert parse_json(text, "the file", dict, "Mend it.") == {"a": [{"b": 3, "c": 2}]}
+    with pytest.raises(ConfigError, match="^the file has the key 'b' twice in one object. Remove one of them.$"):
+        parse_json(text, "the file", dict, "Mend it.", unique=True)
+
+
 def test_what_is_right_is_returned():
     assert parse_json(b'{"a": [1]}', "the file", dict, "Mend it.") == {"a": [1]}
     assert parse_json("3", "the file", object, "Mend it.") == 3

@@ -1,17 +1,21 @@
 """Storage that does not answer: what is said, what is tried again, and how it ends."""
 
+import importlib
 import itertools
 import re
 import threading
 
+import fsspec
 import pytest
 
 from lockstep import models, storage, text
-from lockstep.errors import HostTimeoutError
+from lockstep.errors import HostTimeoutError, LockstepError
 from lockstep.exits import FAULT
 from lockstep.hosts.fault import failure_code
 from lockstep.placement import make_mesh
 from lockstep.storage import call_storage, storage_wait
+from lockstep.training import saved_model
+from lockstep.training.data.records import list_files
 from tests import fake_gcs, tiny
 from tests.clock import until
 
@@ -144,3 +148,57 @@ def test_whatever_is_read_of_a_bucket_is_waited_for(bucket, monkeypatch, caplog,
             read(url)
         assert failure_code(caught.value) == FAULT
     assert re.search(rf"waiting for storage since .*: \w+ {url}", caplog.text)
+
+
+class OfflineModeIsEnabled(ConnectionError): ...
+
+
+class NoCredentialsError(Exception): ...
+
+
+class ConnectError(Exception): ...
+
+
+DOORS = {
+    "a checkpoint": models.read_hf_config,
+    "a run": saved_model,
+    "a tokenizer": text.fetch_tokenizer,
+    "data": lambda url: list_files(url, "data.train_urls"),
+    "prompts": lambda url: text.read_prompts(f"{url}/prompts.jsonl"),
+}
+
+
+@pytest.mark.parametrize("read", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize(
+    ("failure", "fix"),
+    [
+        (OfflineModeIsEnabled("offline mode is enabled"), "Unset HF_HUB_OFFLINE, or give a local directory"),
+        (NoCredentialsError("Unable to locate credentials"), r"set up access \(hf auth login, or HF_TOKEN\)"),
+        (OSError("Forbidden: https://bucket"), "set up access"),
+        (ImportError("Install adlfs"), "Install the package"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_where_storage_cannot_be_had_every_door_says_what_to_do(monkeypatch, read, failure, fix):
+    def refuse(*arguments, **options):
+        raise failure
+
+    kind = type("Refusing", (fsspec.AbstractFileSystem,), {"protocol": "hf", "ls": refuse, "info": refuse})
+    monkeypatch.setitem(vars(importlib.import_module("fsspec.registry"))["_registry"], "hf", kind)
+    monkeypatch.setattr("etils.epath.backend.fsspec_backend.fs", lambda path: kind())
+    with pytest.raises(LockstepError, match=rf"hf://org/model\S* cannot be read: {type(failure).__name__}: .*{fix}"):
+        read("hf://org/model")
+
+
+def test_without_a_network_the_first_wait_is_short(monkeypatch):
+    monkeypatch.setattr(storage, "UNKNOWN_S", 0.02)
+    monkeypatch.setattr(storage, "_answered", threading.Event())
+
+    def read():
+        raise ConnectError("[Errno -2] Name or service not known")
+
+    with pytest.raises(HostTimeoutError, match="within 0.02 s: reading hf://org/model.*Check the disk, or the network"):
+        call_storage("reading hf://org/model", read, timeout_s=60)
+    call_storage("reading", lambda: b"data")
+    with pytest.raises(HostTimeoutError, match="within 0.2 s"):  # a name that was known once comes back
+        call_storage("reading hf://org/model", read, timeout_s=0.2)

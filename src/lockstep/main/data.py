@@ -161,7 +161,7 @@ def _format_of(url: str) -> str:
             break
         bad = bad or (record and f"{place(path, 0, line)} {record}")
     else:
-        raise ConfigError(bad or f"{path} has no records. Check the file.")
+        raise ConfigError(str(bad))
     for name in KNOWN:
         if record.keys() >= set(FORMATS[name].fields):
             return name

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.metadata
 import inspect
 import io
 import json
@@ -21,7 +22,7 @@ from lockstep.limits import TOKENIZER_BYTES, check_regular, read_object, read_sm
 from lockstep.printable import get_logger
 from lockstep.storage import WAIT_S, call_storage
 from lockstep.text.endings import ENDING_FILES, hub_generation_config, keep_ending, may_be_hub_name, parsed, read_ending
-from lockstep.text.probes import check_against_file
+from lockstep.text.probes import check_against_file, check_against_model
 from lockstep.text.template_kwargs import set_template_kwargs
 from lockstep.text.tokenize import encode_text
 from lockstep.urls import check_bare_name, url_to_fs
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-TOKENIZER_JSON = "tokenizer.json"
-TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "tokenizer.model", "vocab.json")
+TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
+TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer_config.json", TOKENIZER_MODEL, "vocab.json")
+_TEKKEN = "tekken.json"  # Mistral's own format
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """The suffixes of files that may belong to a tokenizer; weights, which may be beside it, have others."""
 _WITH_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -234,6 +236,9 @@ def _from_place(name: str, commit: str | None) -> "PreTrainedTokenizerBase":
             else f"tokenizer {name!r} is neither a local directory nor could it be loaded from the Hugging Face hub"
         )
         fix = "Check the name, or point tokenizer at a directory that tokenizer.save_pretrained() wrote."
+        if (directory / TOKENIZER_JSON).is_file():
+            version = importlib.metadata.version("tokenizers")
+            fix = f"Save it again, or upgrade the package tokenizers ({version}) if it is of a newer version."
         if "trust_remote_code" in str(error):
             first_line = "it brings Python code of its own, which is not run"
             at = "" if directory.is_dir() else "@COMMIT"
@@ -270,7 +275,11 @@ def _read(place: str, commit: str | None) -> "PreTrainedTokenizerBase":
     file = cached_file(place, TOKENIZER_JSON, _raise_exceptions_for_missing_entries=False)
     if file is None or "auto_map" in settings:
         # Without a word transformers asks at the terminal whether to run what is beside the tokenizer.
-        return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        made = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        pieces = cached_file(place, TOKENIZER_MODEL, _raise_exceptions_for_missing_entries=False)
+        if file is None and pieces is not None:
+            check_against_model(made, pieces)
+        return made
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(place)
     vocab = tokenizer.get_vocab()
     for name, token in _tokens_of_class(place, settings).items():
@@ -324,6 +333,11 @@ def _tokens_of_class(place: str, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_files(name: str, files: Sequence[str]) -> None:
+    if _TEKKEN in files and not {TOKENIZER_JSON, TOKENIZER_MODEL} & set(files):
+        raise ConfigError(
+            f"{name}/{_TEKKEN} is a tokenizer in Mistral's own format, which transformers reads otherwise. Take the "
+            f"{TOKENIZER_JSON} of this model, in transformers' format."
+        )
     if not set(files) & set(TOKENIZER_FILES):
         raise ConfigError(
             f"tokenizer directory {name!r} holds none of {', '.join(TOKENIZER_FILES)}. Point tokenizer at the "

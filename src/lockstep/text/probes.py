@@ -1,4 +1,4 @@
-"""Texts on which a loaded tokenizer is compared with its ``tokenizer.json``."""
+"""Texts on which a loaded tokenizer is compared with its ``tokenizer.json`` or ``tokenizer.model``."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from lockstep.printable import get_logger
 from lockstep.text.tokenize import token_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 log = get_logger(__name__)
 
@@ -72,12 +72,38 @@ def check_against_file(tokenizer: "PreTrainedTokenizerFast", file: str) -> None:
     _compare(file, ids, tokenizer.backend_tokenizer.decode_batch(ids), own.decode_batch(ids), "text")
 
 
-def _compare(file: str, probes: Sequence[Any], loaded: Sequence[Any], expected: Sequence[Any], kind: str) -> None:
+def check_against_model(tokenizer: "PreTrainedTokenizerBase", file: str) -> None:
+    """Compare the ids of `probes` with those of the vocabulary of sentencepiece that a tokenizer was made of, where a
+    checkpoint has no ``tokenizer.json``: transformers has the rules of spaces from the name of a class.
+
+    Special tokens are left out, which are texts for sentencepiece; a file of another kind is not compared.
+
+    Raises:
+        ConfigError: A text has other ids.
+    """
+    try:
+        from sentencepiece import SentencePieceProcessor
+
+        own: Any = SentencePieceProcessor(model_file=file)
+    except (ImportError, RuntimeError):  # transformers needs the package too; tiktoken's vocabularies have this name
+        return
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    texts = [text for text in probes([]) if not any(token in text for token in special)]
+    loaded = token_ids(tokenizer, texts, add_special_tokens=False)["input_ids"]
+    fix = "Take the tokenizer.json of this model, or use another version of transformers."
+    _compare(file, texts, loaded, own.encode(texts), "ids", fix)
+
+
+_FIX: Final = "Use another version of transformers, or correct tokenizer_config.json."
+
+
+def _compare(
+    file: str, probes: Sequence[Any], loaded: Sequence[Any], expected: Sequence[Any], kind: str, fix: str = _FIX
+) -> None:
     differences = [parts for parts in zip(probes, loaded, expected, strict=True) if parts[1] != parts[2]]
     if differences:
         probe, result, own = differences[0]
         raise ConfigError(
             f"{file}: transformers reads it otherwise than it says: {len(differences)} of {len(probes)} probes have "
-            f"other {kind}, first {probe!r:.80}: {result!r:.80} in the place of {own!r:.80}. Use another version of "
-            "transformers, or correct tokenizer_config.json."
+            f"other {kind}, first {probe!r:.80}: {result!r:.80} in the place of {own!r:.80}. {fix}"
         )

@@ -42,7 +42,7 @@ def prompt_items(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]
         if path.endswith(".txt"):
             yield place, line
             continue
-        yield place, parse_json(line, place, object, _FIX, PromptError)
+        yield place, parse_json(line, place, object, _FIX, PromptError, unique=True)
 
 
 def _read_table(path: str, max_line_bytes: int) -> Iterator[tuple[str, object]]:

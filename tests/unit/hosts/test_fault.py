@@ -34,6 +34,7 @@ HALTED = (
         ("OSError: [Errno 5] Input/output error: '/mnt/disk'", True),
         ("ConnectionResetError: [Errno 104] Connection reset by peer", True),
         ("requests.exceptions.ConnectTimeout: storage.googleapis.com", True),
+        ("httpx.ConnectError: [Errno 111] Connection refused", True),
         ("JaxRuntimeError: RESOURCE_EXHAUSTED: Error allocating device buffer: 20 GiB", False),
         ("JaxRuntimeError: INVALID_ARGUMENT: Executable expected 3 arguments", False),
         ("JaxRuntimeError: UNIMPLEMENTED: no such operation", False),

@@ -84,8 +84,8 @@ def test_examples_are_those_of_the_cache(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"\n\n", "x.json has no records. Check the file."),
-        (b'[{"text": "a"}]', "x.json:1 is a JSON list, not an object. Write one object per line."),
+        (b"\n\n", "x.json has no records. Write it again, or take it out of the data."),
+        (b'[{"text": "a"}]', "x.json:1 is a JSON list, not an object. Write one object per line, in UTF-8."),
         (b"\x1f\x8b\x08", "x.json:1 is not UTF-8, it begins as gzip does"),
     ],
     ids=["empty", "an array", "gzip"],

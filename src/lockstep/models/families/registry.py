@@ -82,6 +82,8 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
             continue
         if kind == whole_kind or (kind is None and names == [whole]):
             text, key = required(hf, "text_config"), "tie_word_embeddings"
+            if hf.get(key) is True:  # as transformers 5 writes it, beside another default; a head of its own unties
+                text = {**text, key: True}
             if key in hf and text.get(key, hf[key]) != hf[key]:
                 raise ConfigError(
                     f"the checkpoint's config.json has {key} {hf[key]!r}, and {text[key]!r} in text_config, which "

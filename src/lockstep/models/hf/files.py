@@ -326,10 +326,12 @@ def _weight_map(directory: str, heads: Mapping[str, bytes]) -> tuple[list[str], 
         return sorted(set(file_of.values())), file_of
     if SINGLE_NAME not in heads:
         names = ", ".join(sorted(heads)) or "nothing"
-        in_parts = any(name.startswith("model-0") and name.endswith(".safetensors") for name in heads)
+        tensors = [name for name in heads if name.endswith(".safetensors")]  # none: half of a download
+        in_parts = any(name.startswith("model-0") for name in tensors)
         fix = "Save the checkpoint as safetensors (transformers: save_pretrained)."
         raise ConfigError(
-            f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {names}. {AGAIN if in_parts else fix}"
+            f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}; found {names}. "
+            f"{AGAIN if in_parts or not tensors else fix}"
         )
     return [SINGLE_NAME], {}
 
@@ -341,7 +343,8 @@ def _refused(fault: str) -> Iterator[None]:
     except HostTimeoutError:
         raise
     except Exception as error:
-        raise ConfigError(f"{fault}: {error}") from error
+        fix = "" if isinstance(error, ConfigError) else f". {AGAIN}"
+        raise ConfigError(f"{fault}: {error}{fix}") from error
 
 
 @contextlib.contextmanager

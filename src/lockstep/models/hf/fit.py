@@ -81,6 +81,12 @@ def check_tensors(files: CheckpointFiles, expected: Sequence[Parameter], *, tied
             for name, count in read.items()
             if count < math.prod(files.shape(name))
         ]
+    if [name for name, place in places.items() if place is None] == [HEAD] and len(problems) == 1:
+        raise ConfigError(
+            f"the checkpoint in {files.directory} has all tensors of the model but {HEAD}, the output layer: it was "
+            "saved by AutoModel. Save it by AutoModelForCausalLM, or set tie_word_embeddings in config.json to true "
+            "where the output layer is the embedding."
+        )
     if problems:
         shown = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
         raise ConfigError(

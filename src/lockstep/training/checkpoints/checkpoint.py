@@ -21,6 +21,7 @@ from lockstep.files import write_file
 from lockstep.json_text import parse_json, refused, typed
 from lockstep.limits import FILE_BYTES, HOOK_BYTES, check_size, read_small
 from lockstep.printable import get_logger
+from lockstep.storage import call_remote
 from lockstep.urls import check_bare_name, checkpoint_path
 
 if TYPE_CHECKING:
@@ -217,13 +218,14 @@ def is_there(path: "epath.Path") -> bool:
 
     Raises:
         OSError: The storage does not say.
+        ConfigError: There is no access to it.
     """
     text = os.fspath(path)
     if "\0" in text:
         return False  # no path has it
     try:
         # `stat` of a local `epath.Path` looks the owner's name up too, which not every container knows.
-        path.stat() if "://" in text else os.stat(text)
+        call_remote("looking for", text, path.stat) if "://" in text else os.stat(text)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True

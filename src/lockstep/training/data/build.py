@@ -329,12 +329,13 @@ def _check_rows(spec: CacheSpec, metadata: CacheMetadata, policy: BadRowPolicy) 
     if metadata.n_bad > policy.max_bad_rows:
         raise ConfigError(f"{spec.name}: {_too_many(metadata.n_bad, policy)} The first: {metadata.bad[0]}")
     if not sum(metadata.chunk_rows):
-        why = ""
+        why, fix = "", "Check the files."
         if metadata.bad:
             why = f"{metadata.n_bad} records cannot be used: {metadata.bad[0]} "
         elif metadata.dropped:
             why = f"The prompts of all {metadata.dropped} examples fill a row of {metadata.length} tokens. "
-        raise ConfigError(f"{spec.name} has 0 rows; at least 1 is needed. {why}Check the files.")
+            fix = "Raise data.max_seq_len."
+        raise ConfigError(f"{spec.name} has 0 rows; at least 1 is needed. {why}{fix}")
 
 
 def _too_many(count: int, policy: BadRowPolicy) -> str:

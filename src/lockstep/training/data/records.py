@@ -14,7 +14,7 @@ from typing import Any, Literal
 import fsspec
 
 from lockstep.config_fields import FilePath, check_fields
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, HostTimeoutError
 from lockstep.json_text import lone_surrogate, not_utf8, parse_json, pointer_text
 from lockstep.limits import LINE_BYTES, TEXT_BYTES, read_object
 from lockstep.text.arrow_rows import batch_rows, parquet_rows
@@ -112,9 +112,9 @@ def list_files(url: str, key: str) -> list[SourceFile]:
         if pipes := [name for name, info in infos.items() if info["type"] == "other"]:
             raise ConfigError(f"training file {pipes[0]} is a pipe or a device: it must be a file. Check {key}.")
         files = [_file(fs, name, info) for name, info in infos.items() if info["type"] != "directory"]
-    except ConfigError:
+    except (ConfigError, HostTimeoutError):
         raise
-    except Exception as error:  # each file system has its own errors: permissions, credentials, a missing package
+    except Exception as error:  # each file system has its own errors
         raise ConfigError(
             f"training file {url} cannot be opened: {type(error).__name__}: {error}. Check {key}."
         ) from error
@@ -218,20 +218,24 @@ def read_piece(
 
     Yields:
         The 1-based number of the line (or row) within this part, the share of the part that was read so far in bytes
-        of the file, and the record, or what is wrong with it; None for an empty line.
+        of the file, and the record, or what is wrong with it, also where a whole file has none; None for an empty line.
 
     Raises:
         ConfigError: The file cannot be read.
     """
+    empty = parts == 1
+    readers: Mapping[Kind, Callable[[], _Records]] = {
+        "jsonl": lambda: _read_jsonl(file, part, parts, max_line_bytes),
+        "text": lambda: _read_text(file, part, parts),
+        "arrow": lambda: _read_arrow(file, max_line_bytes),
+        "parquet": lambda: _read_parquet(file, part, parts, fields, max_line_bytes),
+    }
     try:
-        if file.kind == "jsonl":
-            yield from _read_jsonl(file, part, parts, max_line_bytes)
-        elif file.kind == "text":
-            yield from _read_text(file, part, parts)
-        elif file.kind == "arrow":
-            yield from _read_arrow(file, max_line_bytes)
-        else:
-            yield from _read_parquet(file, part, parts, fields, max_line_bytes)
+        for number, position, record in readers[file.kind]():
+            empty = empty and record is None
+            yield number, position, record
+        if empty:
+            yield 0, file.size, BadRow("has no records. Write it again, or take it out of the data.")
     except ConfigError:
         raise
     except ImportError as error:
@@ -320,7 +324,7 @@ def _parse(line: bytes, max_bytes: int) -> Record | BadRow:
     if len(line) > max_bytes:
         return _too_long(max_bytes)
     try:
-        return parse_json(line, "it", dict, "Write one object per line.")
+        return parse_json(line, "it", dict, "Write one object per line, in UTF-8.", unique=True)
     except ConfigError as error:
         return BadRow(str(error).removeprefix("it "))
 

@@ -140,6 +140,7 @@ def load_questions(
         log.warning("truncate: %d questions left out, their prompts have more than %d tokens", left_out, room)
     if not prompts:
         source, fix = ("training data", "data.train_urls") if own is None else ("environment", "its questions()")
+        fix += ", and raise data.max_seq_len" if left_out else ""
         raise ConfigError(f"the {source} has 0 questions that fit; at least 1 is needed. Check {fix}.")
     return Questions(prompts=prompts, tokens=tokens, seed=seed, row_length=row_length, shuffle=config.shuffle)
 

@@ -39,6 +39,14 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     (single / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     refused(single, r"model\.safetensors cannot be read as safetensors: it is a pointer of Git LFS.*git lfs pull")
 
+    (single / "model.safetensors").unlink()
+    (single / "model.safetensors").symlink_to("blob")  # of a snapshot whose blob is gone
+    refused(single, r"model\.safetensors cannot be read as safetensors: .*No such file.*Download the checkpoint again")
+    (single / "model.safetensors").unlink()
+    for name in ("a.safetensors", "golden.npz"):
+        (single / name).unlink()
+    refused(single, r"neither model\.safetensors nor .*Download the checkpoint again")
+
     sharded = copy_of("mistral", tmp_path)
     (sharded / "model-00002-of-00003.safetensors").rename(sharded / "hidden")
     refused(sharded, r"names model-00002-of-00003\.safetensors, which is not there")

@@ -71,6 +71,14 @@ def test_nothing_is_left_out(tmp_path: Path) -> None:
     refused(both, tmp_path / "both", r"tensor norm\.weight in model\.safetensors of shape \(64,\) is not part of")
 
 
+def test_a_model_that_was_saved_without_its_output_layer_is_told_how_to_save_it(tmp_path: Path) -> None:
+    def without_head(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in tensors.items() if name != "lm_head.weight"}
+
+    text = r"but lm_head\.weight, the output layer: it was saved by AutoModel\. Save it by AutoModelForCausalLM"
+    refused(Variant("llama3", {"architectures": ["LlamaModel"]}, tensors=without_head), tmp_path, text)
+
+
 WRAPPED = {
     "torch.compile": ("_orig_mod.", "Save the module _orig_mod of that one"),
     "DistributedDataParallel": ("module.", "Save the module module of that one"),

@@ -1,5 +1,6 @@
 """Training data from files to columns."""
 
+import dataclasses
 import importlib
 import sys
 
@@ -80,6 +81,8 @@ def test_truncation_is_explicit_and_counts_what_it_drops(tmp_path, caplog):
     )
     assert columns(config.load(Tokenizer(), 16, 0))["tokens"].tolist() == [[1, *chars("abcde")]]
     assert "1 of 2 examples dropped" in caplog.text
+    with pytest.raises(ConfigError, match=r"0 rows.*all 2 examples fill a row of 2 tokens\. Raise data\.max_seq_len\."):
+        dataclasses.replace(config, max_seq_len=2).load(Tokenizer(), 16, 0)
 
 
 def test_truncated_pairs_stay_pairs(tmp_path):

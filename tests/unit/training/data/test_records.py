@@ -35,10 +35,18 @@ from tests.unit.training.data.characters import Tokenizer, columns, preference, 
         ({"messages": [{"role": "user", "content": "x"}]}, "chat", "ends with role 'user'"),
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}, "chat", "needs the texts 'role'"),
         ([1], "text", "JSON list, not an object"),
+        ('{"text": "a", "text": "b"}', "text", "x.jsonl:1 has the key 'text' twice in one object. Remove one"),
+        (
+            '{"messages": [{"role": "user", "role": "assistant", "content": "b"}]}',
+            "chat",
+            "x.jsonl:1 has the key 'role' twice",
+        ),
     ],
 )
 def test_wrong_records(tmp_path, record, data_format, text):
     urls = write(tmp_path / "x.jsonl", [record])
+    if isinstance(record, str):
+        (tmp_path / "x.jsonl").write_text(record)
     with pytest.raises(ConfigError, match=text):
         LmDataConfig(train_urls=urls, format=data_format, on_bad_row="raise").load(Tokenizer(), 16, 0)
     with pytest.raises(ConfigError, match=f"0 rows.*1 records cannot be used: .*{text}"):
@@ -69,7 +77,7 @@ def test_a_giant_line_is_a_bad_row_that_is_not_read_whole(tmp_path, suffix, monk
     unlimited = LmDataConfig(**settings).load(Tokenizer(), 2000, 0)
     assert len(unlimited) == 3
     assert [place.rpartition("/")[2] for place in unlimited.caches[0].metadata.bad] == [
-        f"x.{suffix}:4 is JSON that is nested too deeply to be read. Write one object per line."
+        f"x.{suffix}:4 is JSON that is nested too deeply to be read. Write one object per line, in UTF-8."
     ]
 
 
@@ -97,6 +105,24 @@ def test_missing_files_and_no_files(tmp_path):
     (tmp_path / "x.json").write_text("[]")
     with pytest.raises(ConfigError, match="x.json:1 is a JSON list, not an object. Write one object per line"):
         LmDataConfig(train_urls=(str(tmp_path / "x.json"),)).load(Tokenizer(), 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("y.jsonl", b""),
+        ("y.jsonl", b"\n\n"),
+        ("y.jsonl.gz", gzip.compress(b"")),
+        ("y.txt", b""),
+    ],
+)
+def test_a_file_without_records_among_others_is_named(tmp_path, caplog, name, content):
+    (tmp_path / name).write_bytes(content)
+    urls = (*write(tmp_path / "x.jsonl", [{"text": "a"}]), str(tmp_path / name))
+    LmDataConfig(train_urls=urls, format="text").load(Tokenizer(), 16, 0)
+    assert f"{name} has no records. Write it again, or take it out of the data." in caplog.text
+    with pytest.raises(ConfigError, match=rf"{name} has no records"):
+        LmDataConfig(train_urls=urls, format="text", on_bad_row="raise").load(Tokenizer(), 16, 0)
 
 
 def test_a_link_to_nothing_is_not_left_out_of_what_a_wildcard_matches(tmp_path):

@@ -95,7 +95,7 @@ def test_a_prompt_that_leaves_no_room_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"q\.jsonl:2: the prompt has \d+ tokens .* or set data\.truncate: true"):
         load(path, format="text")
     assert len(load(path, format="text", truncate=True)) == 1
-    with pytest.raises(ConfigError, match="0 questions that fit"):
+    with pytest.raises(ConfigError, match="0 questions that fit.*Check data.train_urls, and raise data.max_seq_len"):
         load(path, format="text", truncate=True, row_length=9)
 
 
