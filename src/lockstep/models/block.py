@@ -171,10 +171,12 @@ def rope_angles(
     """Return rotary angles in float32 radians, with an axis for the kinds in front where there are several.
 
     Args:
-        frequencies: For each kind of layer the radians per token ``[half]``.
+        frequencies: For each kind of layer the radians per token ``[half]``; those of smaller heads get zeros behind.
         factors: For each kind the factors of queries, which are the last column of the angles then.
     """
-    angles = [positions[..., None].astype(jnp.float32) * rope for rope in frequencies]
+    widest = max(map(len, frequencies))
+    padded = [rope if len(rope) == widest else np.pad(rope, (0, widest - len(rope))) for rope in frequencies]
+    angles = [positions[..., None].astype(jnp.float32) * rope for rope in padded]
     if factors is not None:
         columns = [jnp.asarray(table)[positions // count][..., None] for table, count in factors]
         angles = [jnp.concatenate(parts, axis=-1) for parts in zip(angles, columns, strict=True)]

@@ -17,8 +17,9 @@ from jaxtyping import Array, Float
 from lockstep.errors import ConfigError
 from lockstep.models import block
 from lockstep.models.attention import CausalAttention, HeadArrays, SplitPositions, self_attention
-from lockstep.models.config import LlamaConfig, distinct, layer_kinds
+from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import RouterSums
+from lockstep.models.layer_kinds import distinct, layer_kinds
 from lockstep.models.layers import feed_forward, first_stream, last_stream, layer
 from lockstep.models.llama_delta_net import DeltaNet
 from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps, stack
@@ -120,7 +121,17 @@ class MixedAttention(eqx.Module):
     """The attention of the layers that have it over all positions, stacked, and of those that have linear attention."""
 
     full: LlamaAttention
-    linear: DeltaNet
+    linear: DeltaNet | None = None
+
+    @classmethod
+    def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
+        """Return random projections."""
+        classes = {"full": LlamaAttention, "linear": DeltaNet}
+        stacks = {}
+        for kind in dict.fromkeys(config.attention_kinds):
+            layers = [layer for layer, own in enumerate(config.attention_kinds) if own == kind]
+            stacks[kind] = stack(classes[kind], config.of_attention(kind), layers, key=key)
+        return cls(**stacks)
 
 
 class LlamaLayer(eqx.Module):
@@ -236,9 +247,7 @@ class LlamaLMHeadModel(eqx.Module):
             if "mlp" in mixed:
                 parts["mlp"] = MixedMlps.init(config, key=jax.random.fold_in(layer_key, 1))
             if "attention" in mixed:
-                key = jax.random.fold_in(layer_key, 2)
-                full = stack(LlamaAttention, config, config.layers_of("k"), key=key)
-                parts["attention"] = MixedAttention(full, stack(DeltaNet, config, config.linear_layers, key=key))
+                parts["attention"] = MixedAttention.init(config, key=jax.random.fold_in(layer_key, 2))
             layers = MixedLayers(dataclasses.replace(layers.stacked, **parts), config)
         return cls(
             **norm_gates(config, embed_key, "embed_norm", config.variant.embed_norm),

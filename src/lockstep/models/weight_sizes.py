@@ -14,6 +14,7 @@ from lockstep.models.weights import (
     STACKED,
     WEIGHT_AXES,
     DecoderWeights,
+    attention_of,
 )
 
 HEAD_AXES: Final = ("kv_head", "group", "head")
@@ -50,6 +51,7 @@ def check_weights(config: LlamaConfig, weights: DecoderWeights) -> None:
 
 def sizes_of(config: LlamaConfig, name: str) -> dict[str, int]:
     """The size of each axis of a weight by the axis's name, as far as the configuration has it."""
+    config = config.of_attention(attention_of(name) or "full")
     sizes = {"one": 1, "group": config.q_heads_per_group}
     sizes |= {axis: size for axis, path in _PATHS.items() if (size := _value(config, path)) is not None}
     sizes["head"] = config.value_size if name == "o" else config.head_size

@@ -168,6 +168,16 @@ ATTENTION_WEIGHTS: Final = frozenset(
 )
 """Names of the weights of a layer with attention over all positions, in place of these."""
 
+_BY_ATTENTION: Final = {"linear": LINEAR_WEIGHTS, "full": ATTENTION_WEIGHTS}
+
+
+def attention_of(weight: str) -> str | None:
+    """The kind of attention (`lockstep.models.layer_kinds.KindsOfLayers.attention_kinds`) that has a weight; None for
+    one that layers of any kind have.
+    """
+    return next((kind for kind, names in _BY_ATTENTION.items() if weight in names), None)
+
+
 MLP_WEIGHTS: Final = ("gate", "up", "down")
 """Names of the weights of a layer that has an MLP, beside those that all layers have."""
 

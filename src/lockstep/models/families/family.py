@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.errors import ConfigError
-from lockstep.models.config import LlamaConfig, every_nth_full
+from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import Experts
+from lockstep.models.layer_kinds import every_nth_full
 from lockstep.models.rope import required, rope_from_hf, rope_to_hf
 
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
