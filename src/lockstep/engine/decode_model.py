@@ -287,6 +287,11 @@ def check_layout(config: LlamaConfig, layout: Layout, decode_mesh: DecodeMesh) -
             f"layout {layout_text(layout)} has context, and the model has linear attention, whose state has no "
             "positions to split. Leave context out."
         )
+    if len(config.heads_by_kind) > 1 and decode_mesh.context > 1:
+        raise ConfigError(
+            f"layout {layout_text(layout)} has context, and the model's layers have heads of two sizes, of which no "
+            "positions are split. Leave context out."
+        )
     for name, size in _split(config, layout).items():
         if size % decode_mesh.tensor:
             works = [tensor for tensor in decode_mesh.tensor_sizes if _fits(config, {"tensor": tensor})]
@@ -311,8 +316,8 @@ def _with_experts(config: LlamaConfig, layout: Layout) -> list[Layout]:
 def _split(config: LlamaConfig, layout: Layout) -> dict[str, int]:
     tensor = tensor_size(layout) or 1
     heads = {
-        of.kv_heads_setting: of.num_kv_heads
-        for of in config.heads_by_kind.values()
+        "num_kv_heads" if kind == "full" else f"{kind}.num_kv_heads": of.num_kv_heads
+        for kind, of in config.heads_by_kind.items()
         if not replicates_kv_heads(of, tensor)
     }
     if config.linear_attention is not None:

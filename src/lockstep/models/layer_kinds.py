@@ -7,7 +7,7 @@ and reads them there: weights, trainer, decoder, the pool of pages, sizing and `
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,9 +54,21 @@ class KindsOfLayers:
         """The latent that keys and values of all heads are made of; a field of DeepSeek V3, and None in others."""
         return None
 
+    norms_values: ClassVar[bool] = False
+    """Whether an RMSNorm without a weight comes after the projection of values (Gemma 4)."""
+    layer_scalars: ClassVar[bool] = False
+    """Whether the stream after each layer is multiplied by a number of the layer, which is not trained (Gemma 4)."""
+
+    @property
+    def keys_are_values(self) -> bool:
+        """Whether wide heads have no projection of values, which are the keys before their norm and rotation."""
+        return False
+
     @property
     def attention_kinds(self) -> tuple[str, ...]:
-        """The kind of attention of each layer: ``full`` over positions, ``linear``, or one that a family names."""
+        """The kind of attention of each layer: ``full`` over positions, ``linear``, or ``wide`` with heads of another
+        size.
+        """
         linear = self.linear_layers
         return tuple("linear" if layer in linear else "full" for layer in range(self.num_layers))
 
@@ -104,11 +116,6 @@ class KindsOfLayers:
         """The products of each layer's query heads for a pair of positions, of scores and of values on average."""
         of_layers = (self.of_attention(kind) for kind in self.attention_kinds)
         return tuple(of.num_heads * (of.head_size + of.value_size) / 2 for of in of_layers)
-
-    @property
-    def kv_heads_setting(self) -> str:
-        """The name of the setting that has ``num_kv_heads``, for errors."""
-        return "num_kv_heads"
 
     @property
     def kept_kv_heads(self) -> int:

@@ -75,7 +75,7 @@ class PagedKv(KvSpec):
         return self.parts * self.kv_heads, self.head_size
 
     def holding(self, kept: "PagedKv") -> "PagedKv":
-        """What a layer with other heads keeps in rows of these: its numbers are the first of them."""
+        """The rows of a layer with other heads, whose numbers are the first of as many as these have."""
         return dataclasses.replace(kept, stored=None if kept.shape == self.shape else math.prod(self.shape))
 
     def position_bytes(self, dtype: jnp.dtype) -> int:
