@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.models.layer_kinds import KindsOfLayers
 from scripts import make_api_docs
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "public_names.txt"
@@ -26,12 +27,18 @@ def arguments(function: object) -> str:
     return f"({', '.join(each.name + '=' * (each.default is not optional) for each in parameters)})"
 
 
+def members(cls: type) -> dict[str, object]:
+    """What a class defines, with what it has of `KindsOfLayers`, which is no public name."""
+    parts = (vars(part) for part in (KindsOfLayers, cls) if part is cls or part in cls.__bases__)
+    return {name: value for part in parts for name, value in part.items()}
+
+
 def lines() -> Iterator[str]:
     """A line for each public name, and one for each public member of a class."""
     for name in make_api_docs.public_names():
         thing = make_api_docs.find(name)
         yield name + arguments(thing)
-        for member, value in sorted(vars(thing).items()) if inspect.isclass(thing) else ():
+        for member, value in sorted(members(thing).items()) if inspect.isclass(thing) else ():
             if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property | classmethod)):
                 yield f"{name}.{member}" + (arguments(value) if inspect.isfunction(value) else "")
 

@@ -58,6 +58,7 @@ class Family:
     scaled_embedding: bool = False
     interleaved: bool = False  # GLM, Cohere, ERNIE: neighbouring elements of a head are a pair
     rotates_full: bool = True  # Cohere, EXAONE: layers without a window have no positions
+    norms_values: bool = False  # Gemma 4: RMSNorm without a weight; and scores are not divided
     gated: bool = False  # Qwen3-Next: q_proj has a query and a gate of each head
     mlp: Callable[["Family", Config, "Tensors", Array], Array] | None = None
 
@@ -264,6 +265,7 @@ def query_factors(rope: Config, length: int) -> Array:
 
 
 GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+GEMMA4 = Family(gelu_tanh, norms=GEMMA_NORMS, scaled_embedding=True, norms_values=True)
 GEMMA = Family(gelu_tanh, norm_plus_one=True, norms=GEMMA_NORMS, scaled_embedding=True)
 OLMO_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 GLM_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
@@ -274,6 +276,7 @@ FAMILIES: dict[str, Family] = {
     "arcee": Family(mlp=squared),
     "gemma": Family(gelu_tanh, norm_plus_one=True, scaled_embedding=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
+    "gemma4_text": GEMMA4,
     **dict.fromkeys(("olmo2", "olmo3"), Family(norms=OLMO_NORMS, norm_over_heads=True)),
     "exaone4": Family(norms=OLMO_NORMS, rotates_full=False),
     "ernie4_5": Family(interleaved=True),
@@ -304,6 +307,9 @@ def frequencies(rope: Config, head: int) -> tuple[Array, float]:
     angles = rope["rope_theta"] ** -exponents
     factor, attention = rope.get("factor", 1.0), 1.0
     match rope["rope_type"]:
+        case "proportional":  # Gemma 4: the frequencies of a whole head, of which the slow ones are none
+            angles = rope["rope_theta"] ** -(np.arange(0, head, 2) / head)
+            angles[int(rope.get("partial_rotary_factor", 1.0) * head / 2) :] = 0
         case "linear":
             angles /= factor
         case "llama3":  # kept above the high band, slowed below the low one, blended between
@@ -357,10 +363,13 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
     batch, length, width = x.shape
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim") or width // heads
+    if kind == "full_attention" and "per_layer_config" in config:  # Gemma 4
+        size, kv_heads = next(iter(config["per_layer_config"].values())).values()
     if "qkv_proj.weight" in tensors:  # Phi 3
         q, k, v = np.split(linear(tensors, "qkv_proj", x), [heads * size, (heads + kv_heads) * size], -1)
     else:
-        q, k, v = (linear(tensors, f"{name}_proj", x) for name in "qkv")
+        q, k = (linear(tensors, f"{name}_proj", x) for name in "qk")
+        v = linear(tensors, "v_proj", x) if "v_proj.weight" in tensors else k
 
     gate = np.inf
     if family.gated:
@@ -384,9 +393,11 @@ def attention(family: Family, config: Config, tensors: Tensors, x: Array, kind: 
         q = normalised(family, config, q, tensors["query_layernorm.weight"])
         k = normalised(family, config, k, tensors["key_layernorm.weight"])
     q = q * query_factors(rope, length)[:, None]
-    group = heads // kv_heads
-    k, v = np.repeat(k, group, axis=2), np.repeat(v.reshape(batch, length, kv_heads, size), group, axis=2)
+    group, v = heads // kv_heads, v.reshape(batch, length, kv_heads, size)
+    v = normalised(family, config, v, np.ones(size)) if family.norms_values else v
+    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
     scale = config.get("attention_multiplier") or config.get("query_pre_attn_scalar", size) ** -0.5
+    scale = 1.0 if family.norms_values else scale
     scores = soft_cap(np.einsum("bqnh,bknh->bnqk", q, k) * scale, config.get("attn_logit_softcapping"))
     distance = np.arange(length)[:, None] - np.arange(length)
     window = config["sliding_window"] if kind == "sliding_attention" else length
@@ -483,7 +494,7 @@ def logits_of(config: Config, tensors: Tensors, ids: Array) -> Array:
             out = attend(family, config, layer.below("self_attn"), h, kind)
         x = x + residual * norm(layer, after_attention, out)
         out = (family.mlp or dense)(family, config, layer, h if family.parallel else norm(layer, before_mlp, x))
-        x = x + residual * norm(layer, after_mlp, out)
+        x = (x + residual * norm(layer, after_mlp, out)) * layer.get("layer_scalar", 1.0)
     head = embed if config["tie_word_embeddings"] else tensors["lm_head.weight"]
     logits = normalised(family, config, x, tensors["model.norm.weight"]) @ head.T
     logits = logits * config.get("logit_scale", 1.0) / config.get("logits_scaling", 1.0)

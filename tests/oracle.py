@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lockstep.models import LlamaLMHeadModel, llama, read_decoder
+from lockstep.models import LlamaLMHeadModel, llama_attention, read_decoder
 from lockstep.models.attention import HeadArrays
 from lockstep.models.train_ops import Train
 from lockstep.models.trainable import skeleton
@@ -297,7 +297,7 @@ def _on_one_device(model: Any) -> LlamaLMHeadModel:
 @contextlib.contextmanager
 def rounded_kv() -> Iterator[None]:
     """Attention traced inside sees the numbers of K and V, or of a latent, as 8 bits hold them (E4M3)."""
-    exact, exact_latent = llama.self_attention, Train.attend_latent
+    exact, exact_latent = llama_attention.self_attention, Train.attend_latent
 
     def in_8_bits(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float8_e4m3fn).astype(x.dtype)
@@ -307,11 +307,11 @@ def rounded_kv() -> Iterator[None]:
 
     def rounded_latent(ops: Train, q: Any, latent: jax.Array, *others: Any) -> jax.Array:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llama, "self_attention", exact)
+            patch.setattr(llama_attention, "self_attention", exact)
             return exact_latent(ops, q, in_8_bits(latent), *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llama, "self_attention", rounded)
+        patch.setattr(llama_attention, "self_attention", rounded)
         patch.setattr(Train, "attend_latent", rounded_latent)
         yield
 

@@ -34,7 +34,7 @@ NAMES = (
     "llama3 llama_tied mistral qwen2 qwen3 gemma2 gemma3 olmo2 phi3 mixtral qwen3_moe qwen3_moe_mixed "
     "qwen2_moe gpt_oss glm4 glm4_moe cohere2 qwen3_next deepseek_v3 deepseek_v3_lite qwen3_5 qwen3_5_moe "
     "deepseek_v2 deepseek_v2_lite olmo3 gemma granite smollm3 seed_oss ernie4_5 exaone4 glm4_moe_lite "
-    "ministral3 olmoe minimax_m2 hunyuan_v1_dense hunyuan_v1_moe mistral4 arcee"
+    "ministral3 olmoe minimax_m2 hunyuan_v1_dense hunyuan_v1_moe mistral4 arcee gemma4"
 ).split()
 """In this order: the seed of a family is its place, so that a new one comes last."""
 
@@ -44,12 +44,15 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        elif name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
             gemma = "Gemma" in type(model).__name__
             delta = type(model).__name__.startswith(("Qwen3Next", "Qwen3_5"))
-            centred = gemma or (delta and not name.endswith("linear_attn.norm.weight"))
+            plain = not name.endswith("linear_attn.norm.weight") and "Gemma4" not in type(model).__name__
+            centred = (gemma or delta) and plain
             tied = gemma or type(model).__name__.startswith(("Cohere", "Granite", "SmolLM3", "Ernie"))
             if name == "model.norm.weight" and tied:
                 parameter.copy_(8 + 3 * noise)

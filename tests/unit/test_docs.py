@@ -70,6 +70,8 @@ def is_defined(code):
     """Whether the sources have ``function()``, or ``Class.member`` where the class is ours."""
     cls, _, member = code.partition(".")
     body = re.search(rf"^class {cls}\b.*?^(?=\S)", SOURCES, re.DOTALL | re.MULTILINE) if member else None
+    if body and (base := re.match(r"class \w+\((KindsOfLayers)\b", body[0])) and is_defined(f"{base[1]}.{member}"):
+        return True
     return f"def {cls[:-1]}" in SOURCES if not member else not body or bool(re.search(rf"\b{member}\b", body[0]))
 
 

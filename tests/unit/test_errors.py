@@ -23,6 +23,7 @@ OTHERS = {
     *("activation_function", "chat_template", "do_sample", "eos_token_id", "sliding_attention", "text_only"),
     *("arc_easy", "device_put", "host_local", "jax_flash", "lockstep_calibration", "my_module", "my_rewards"),
     # keys of configurations and tokenizers of Hugging Face, and its function that merges adapters
+    *("per_layer_config", "use_bidirectional_attention"),
     *("add_bos_token", "eos_token", "full_attention", "merge_and_unload", "num_local_experts", "quant_method"),
     *("is_causal", "mscale_all_dim", "num_attention_heads", "num_key_value_heads", "num_labels", "text_config"),
     *(

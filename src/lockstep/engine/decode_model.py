@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from lockstep.engine.config import EngineConfig, Layout, context_size, layout_text, tensor_size, whole_experts
 from lockstep.engine.decoder.forward import check_exact_dtype, exact_merges
+from lockstep.engine.decoder.heads import device_heads, kept_by_layer
 from lockstep.engine.decoder.states import state_spec
-from lockstep.engine.decoder.transformer import device_heads, kept_by_layer
 from lockstep.engine.idle_replicas import count_active, layout_with_idle_replicas
 from lockstep.engine.replicated_kv_heads import replicate_kv_heads, replicates_kv_heads
 from lockstep.errors import ConfigError
@@ -211,7 +211,10 @@ class DecodeModels:
             quantized_dtype=quantized,
             kv_dtype=kv_dtype,
             kept=kept_by_layer(
-                config, stored_kv_heads(device, heads, kv_dtype), state_spec(config, decode_mesh.tensor, dtype)
+                config,
+                heads,
+                stored_kv_heads(device, heads, kv_dtype),
+                state_spec(config, decode_mesh.tensor, dtype),
             ),
             whole_experts=whole,
             layouts=layouts,
@@ -284,6 +287,11 @@ def check_layout(config: LlamaConfig, layout: Layout, decode_mesh: DecodeMesh) -
             f"layout {layout_text(layout)} has context, and the model has linear attention, whose state has no "
             "positions to split. Leave context out."
         )
+    if len(config.heads_by_kind) > 1 and decode_mesh.context > 1:
+        raise ConfigError(
+            f"layout {layout_text(layout)} has context, and the model's layers have heads of two sizes, of which no "
+            "positions are split. Leave context out."
+        )
     for name, size in _split(config, layout).items():
         if size % decode_mesh.tensor:
             works = [tensor for tensor in decode_mesh.tensor_sizes if _fits(config, {"tensor": tensor})]
@@ -307,7 +315,11 @@ def _with_experts(config: LlamaConfig, layout: Layout) -> list[Layout]:
 
 def _split(config: LlamaConfig, layout: Layout) -> dict[str, int]:
     tensor = tensor_size(layout) or 1
-    heads = {} if replicates_kv_heads(config, tensor) else {"num_kv_heads": config.num_kv_heads}
+    heads = {
+        "num_kv_heads" if kind == "full" else f"{kind}.num_kv_heads": of.num_kv_heads
+        for kind, of in config.heads_by_kind.items()
+        if not replicates_kv_heads(of, tensor)
+    }
     if config.linear_attention is not None:
         heads |= {"linear_attention.key_heads": config.linear_attention.key_heads}
     mlp, experts = {"intermediate_dim": config.intermediate_dim}, config.experts

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from lockstep.errors import ConfigError
-from lockstep.models import WEIGHT_AXES, DecoderWeights, LlamaConfig
+from lockstep.models import WEIGHT_AXES, DecoderWeights, LlamaConfig, attention_of
 from lockstep.placement import Assemble, LazyWeight, axis_specs, resharded
 
 
@@ -33,17 +33,18 @@ def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int
     Raises:
         ConfigError: The trainer has a weight split inside a kv head.
     """
-    if not replicates_kv_heads(config, tensor):
+    repeated = {kind for kind, of in config.heads_by_kind.items() if replicates_kv_heads(of, tensor)}
+    if not repeated:
         return config, weights
-    times = tensor // config.num_kv_heads
-    group, size = config.q_heads_per_group // times, config.head_size
-    sizes = {"group": group, "head": size, "gated_head": 2 * size}
     layers = weights.layers
 
     def replicate(name: str) -> Any:
-        leaf, (_, *axes) = getattr(layers, name), WEIGHT_AXES[name]
-        if leaf is None or "kv_head" not in axes:
+        leaf, (_, *axes), kind = getattr(layers, name), WEIGHT_AXES[name], attention_of(name)
+        if leaf is None or "kv_head" not in axes or kind not in repeated:
             return leaf
+        of = config.of_attention(kind)
+        times, size = tensor // of.num_kv_heads, of.head_size
+        sizes = {"group": of.q_heads_per_group // times, "head": size, "gated_head": 2 * size}
         axis = axes.index("kv_head")
         heads = tuple(sizes[axis_name] for axis_name in axes if axis_name in sizes)
         behind = len(axes) - axis - 1 - len(heads)
@@ -55,11 +56,11 @@ def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int
             names = spec[axis + 1] if isinstance(spec[axis + 1], tuple) else (spec[axis + 1],)
             pieces = math.prod(sharding.mesh.shape[mesh_axis] for mesh_axis in names)
         inside = spec[axis + 2 : len(spec) - behind]
-        if config.num_kv_heads % pieces or any(part is not None for part in inside):
+        if of.num_kv_heads % pieces or any(part is not None for part in inside):
             raise ConfigError(
-                f"layout {{tensor: {tensor}}} needs each of the {config.num_kv_heads} kv heads on {times} devices, and "
+                f"layout {{tensor: {tensor}}} needs each of the {of.num_kv_heads} kv heads on {times} devices, and "
                 f"the trainer has the weight {name} cut inside a kv head: {sharding}. Set tensor to at most "
-                f"{config.num_kv_heads}."
+                f"{of.num_kv_heads}."
             )
         lazy = isinstance(leaf, LazyWeight)
         return LazyWeight(
@@ -74,7 +75,7 @@ def replicate_kv_heads(config: LlamaConfig, weights: DecoderWeights, tensor: int
 
     changed = {field.name: replicate(field.name) for field in dataclasses.fields(layers)}
     return (
-        dataclasses.replace(config, num_kv_heads=tensor, head_dim=size),
+        config.with_kv_heads(dict.fromkeys(repeated, tensor)),
         dataclasses.replace(weights, layers=dataclasses.replace(layers, **changed)),
     )
 

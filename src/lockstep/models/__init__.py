@@ -4,15 +4,9 @@ from lockstep.models import block as block
 from lockstep.models.check_reader import ReaderCheck as ReaderCheck
 from lockstep.models.check_reader import ReaderMismatchError as ReaderMismatchError
 from lockstep.models.check_reader import check_reader as check_reader
-from lockstep.models.config import LayerKind as LayerKind
 from lockstep.models.config import LlamaConfig as LlamaConfig
 from lockstep.models.config import ModelConfig as ModelConfig
 from lockstep.models.config import Numerics as Numerics
-from lockstep.models.config import distinct as distinct
-from lockstep.models.config import layer_kinds as layer_kinds
-from lockstep.models.config import rotary as rotary
-from lockstep.models.config import rotary_angles as rotary_angles
-from lockstep.models.config import rotary_frequencies as rotary_frequencies
 from lockstep.models.delta_rule import LinearAttention as LinearAttention
 from lockstep.models.expert_mlps import ExactSum as ExactSum
 from lockstep.models.expert_mlps import ExpertWeights as ExpertWeights
@@ -53,6 +47,12 @@ from lockstep.models.hf.save_target import save_target as save_target
 from lockstep.models.hf.save_writer import Read as Read
 from lockstep.models.hf.saved_tensor import SavedTensor as SavedTensor
 from lockstep.models.latent import Latent as Latent
+from lockstep.models.layer_kinds import LayerKind as LayerKind
+from lockstep.models.layer_kinds import distinct as distinct
+from lockstep.models.layer_kinds import layer_kinds as layer_kinds
+from lockstep.models.layer_kinds import rotary as rotary
+from lockstep.models.layer_kinds import rotary_angles as rotary_angles
+from lockstep.models.layer_kinds import rotary_frequencies as rotary_frequencies
 from lockstep.models.llama import LlamaLMHeadModel as LlamaLMHeadModel
 from lockstep.models.llama import value_with_gradient_of as value_with_gradient_of
 from lockstep.models.llama_mlp import EngineRouting as EngineRouting
@@ -92,6 +92,7 @@ from lockstep.models.weights import TENSOR_DIMS as TENSOR_DIMS
 from lockstep.models.weights import WEIGHT_AXES as WEIGHT_AXES
 from lockstep.models.weights import DecoderWeights as DecoderWeights
 from lockstep.models.weights import LayerWeights as LayerWeights
+from lockstep.models.weights import attention_of as attention_of
 from lockstep.models.weights import padded_vocab_size as padded_vocab_size
 from lockstep.models.weights import part_lanes as part_lanes
 from lockstep.models.weights import quantized_dims as quantized_dims

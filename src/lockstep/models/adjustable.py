@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from lockstep.models import block
 from lockstep.models.attention import NO_WINDOW
-from lockstep.models.config import LayerKind, LlamaConfig, layer_kinds, rotary, rotary_frequencies
+from lockstep.models.config import LlamaConfig
 from lockstep.models.delta_rule import DeltaGates, DeltaState, gated_delta
 from lockstep.models.experts import Scoring
 from lockstep.models.latent import LatentQueries, expanded
+from lockstep.models.layer_kinds import LayerKind, layer_kinds, rotary, rotary_frequencies
 from lockstep.models.layers import Attend, Ops, feed_forward, first_stream, last_stream, layer
 from lockstep.models.rope import RotaryConfig, YarnScaling, query_factor
 from lockstep.models.weight_sizes import sizes_of

@@ -48,6 +48,7 @@ class Norm:
     Args:
         epsilon: The number added to the mean square.
         offset: The number added to the weight, which is then multiplied in float32: 1 in Gemma.
+        float32: Whether the weight is multiplied in float32 without one, too.
         centered: Whether the mean is subtracted first, as in LayerNorm (Ba et al. 2016,
             https://arxiv.org/abs/1607.06450), and the weight multiplied in float32.
     """
@@ -55,6 +56,7 @@ class Norm:
     epsilon: float | Array
     offset: float | Array = 0.0
     centered: bool = False
+    float32: bool = False
 
     def with_epsilon(self, epsilon: float | Array | None) -> Self:
         """The norm with another number added to the mean square; None for the same."""
@@ -84,7 +86,7 @@ class Norm:
             wide = fix(wide - mean(wide))
         squares = jax.lax.square(wide)  # a product would add up gradients in another order
         wide = wide * fix(jax.lax.rsqrt(mean(squares) + self.epsilon))
-        if isinstance(self.offset, float) and self.offset == 0 and not self.centered:
+        if isinstance(self.offset, float) and self.offset == 0 and not (self.centered or self.float32):
             return fix(wide.astype(x.dtype)) * weight
         return (wide * (self.offset + weight.astype(jnp.float32))).astype(x.dtype)
 
@@ -171,10 +173,12 @@ def rope_angles(
     """Return rotary angles in float32 radians, with an axis for the kinds in front where there are several.
 
     Args:
-        frequencies: For each kind of layer the radians per token ``[half]``.
+        frequencies: For each kind of layer the radians per token ``[half]``; those of smaller heads get zeros behind.
         factors: For each kind the factors of queries, which are the last column of the angles then.
     """
-    angles = [positions[..., None].astype(jnp.float32) * rope for rope in frequencies]
+    widest = max(map(len, frequencies))
+    padded = [rope if len(rope) == widest else np.pad(rope, (0, widest - len(rope))) for rope in frequencies]
+    angles = [positions[..., None].astype(jnp.float32) * rope for rope in padded]
     if factors is not None:
         columns = [jnp.asarray(table)[positions // count][..., None] for table, count in factors]
         angles = [jnp.concatenate(parts, axis=-1) for parts in zip(angles, columns, strict=True)]

@@ -154,6 +154,12 @@ class _Check:
 
     def __init__(self, hosts: Hosts, model: Any, length: int, seed: int) -> None:
         self.config, weights = read_decoder(model)
+        if len(self.config.heads_by_kind) > 1:
+            raise ConfigError(
+                f"the model is a {type(self.config).__name__}, whose layers have heads of two sizes; check_reader "
+                "computes heads of one size only. Compare its log-probabilities with those of a saved checkpoint in "
+                "transformers."
+            )
         if not 2 <= length <= self.config.max_seq_len:
             raise ConfigError(f"length is {length}; it must be from 2 to max_seq_len, {self.config.max_seq_len}.")
         self.mesh: Mesh = mesh_of(weights.embed)

@@ -2,25 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Sequence
 from typing import ClassVar, Final, Literal
 
 import draccus
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float
 
 from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError
 from lockstep.limits import LAYERS
 from lockstep.models import block
 from lockstep.models.attention import AttentionBackend
-from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
-from lockstep.models.latent import Latent
+from lockstep.models.layer_kinds import KindsOfLayers
 from lockstep.models.rope import RotaryConfig
-from lockstep.models.variant import LayerType, Variant
-from lockstep.models.weights import ATTENTION_WEIGHTS, LINEAR_WEIGHTS
+from lockstep.models.variant import Variant
 
 Numerics = Literal["fast", "exact"]
 SIZE_LIMIT = 1 << 31
@@ -41,7 +35,7 @@ class ModelConfig(draccus.ChoiceRegistry):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ModelConfig):
+class LlamaConfig(KindsOfLayers, ModelConfig):
     """A decoder-only transformer of the Llama family. Hashable, so that it can be static in a jitted function.
 
     Raises:
@@ -190,16 +184,6 @@ class LlamaConfig(ModelConfig):
             raise ConfigError(f"numerics is exact and {name} is {value}, which is not exact yet. Set numerics to fast.")
 
     @property
-    def linear_attention(self) -> LinearAttention | None:
-        """The layers with linear attention; a field of Qwen3-Next, and None in others."""
-        return None
-
-    @property
-    def latent(self) -> Latent | None:
-        """The latent that keys and values of all heads are made of; a field of DeepSeek V3, and None in others."""
-        return None
-
-    @property
     def exact(self) -> bool:
         """Whether ``numerics`` is exact."""
         return self.numerics == "exact"
@@ -217,92 +201,15 @@ class LlamaConfig(ModelConfig):
         return scale if factor == 1 else (scale or self.head_size**-0.5) * factor
 
     @property
-    def score_factor(self) -> float:
-        """The factor of attention scores that comes with the rotary scaling of all layers; 1 where layers differ in it,
-        and queries have it (`rotary_angles`).
-        """
-        factors = {kind.rope.score_factor for kind in layer_kinds(self)}
-        return factors.pop() if len(factors) == 1 else 1.0
-
-    @property
     def norm(self) -> block.Norm:
         """The norms of the model, but for their weights."""
         offset = 1.0 if self.variant.norm_plus_one else 0.0
         return block.Norm(self.layer_norm_epsilon, offset, centered=self.variant.centered_norm)
 
     @property
-    def layer_types(self) -> tuple[LayerType, ...] | None:
-        """The attention of each layer; None where all are of one kind."""
-        types, every, linear = self.variant.layer_types, self.variant.full_attention_every, self.linear_attention
-        if types is None and linear is not None:
-            return every_nth_full(self.num_layers, linear.full_attention_every, "linear_attention")
-        return types if every is None else every_nth_full(self.num_layers, every)
-
-    @property
-    def head_size(self) -> int:
-        """The size of one attention head in elements."""
-        return self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def rotary_size(self) -> int:
-        """The elements of a head that may be rotated."""
-        return self.head_size
-
-    @property
-    def value_size(self) -> int:
-        """The size of one head's value in elements."""
-        return self.head_size
-
-    @property
-    def pair_products(self) -> tuple[float, ...]:
-        """The products of each layer's query heads for a pair of positions, of scores and of values on average."""
-        return (self.num_heads * (self.head_size + self.value_size) / 2,) * self.num_layers
-
-    @property
-    def kept_kv_heads(self) -> int:
-        """The key/value heads of which a decoder keeps each position, and which devices can split."""
-        return self.num_kv_heads
-
-    @property
-    def q_heads_per_group(self) -> int:
-        """The number of query heads that share one key/value head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def expert_dim(self) -> int:
         """The width of the MLP of one expert."""
         return (self.experts and self.experts.intermediate_dim) or self.intermediate_dim
-
-    @property
-    def mixes_mlps(self) -> bool:
-        """Whether some layers have an MLP and some experts."""
-        return self.experts is not None and bool(self.experts.mlp_only_layers)
-
-    @property
-    def linear_layers(self) -> Sequence[int]:
-        """The numbers of the layers with linear attention."""
-        return tuple(layer for layer, kind in enumerate(self.layer_types or ()) if kind == "linear_attention")
-
-    @property
-    def mixed_parts(self) -> dict[str, tuple[str, ...]]:
-        """The parts of a layer in which layers differ, and of each layer the field of `MixedAttention` and `MixedMlps`
-        that has its own.
-        """
-        parts = {}
-        if linear := self.linear_layers:
-            parts["attention"] = tuple("linear" if layer in linear else "full" for layer in range(self.num_layers))
-        if self.experts is not None and (only := self.experts.mlp_only_layers):
-            parts["mlp"] = tuple("dense" if layer in only else "sparse" for layer in range(self.num_layers))
-        return parts
-
-    def layers_of(self, weight: str) -> Sequence[int]:
-        """The numbers of the layers that have a weight: all, unless layers differ in it."""
-        if weight in LINEAR_WEIGHTS:
-            return self.linear_layers
-        if weight in ATTENTION_WEIGHTS and (linear := self.linear_layers):
-            return tuple(layer for layer in range(self.num_layers) if layer not in linear)
-        layers = range(self.num_layers)
-        return layers if self.experts is None else self.experts.layers_of(weight, layers)
 
     @property
     def mlp_activations(self) -> int:
@@ -323,68 +230,3 @@ class LlamaConfig(ModelConfig):
         if self.experts is not None and weight.startswith("expert_"):
             return self.experts.expected_hits(tokens) / self.experts.num_experts
         return float(weight != "embed" or self.tie_word_embeddings)
-
-
-def every_nth_full(layers: int, every: int, other: LayerType = "sliding_attention") -> tuple[LayerType, ...]:
-    """The types of layers of which every n-th, counted from the first, has full attention."""
-    return tuple(other if (layer + 1) % every else "full_attention" for layer in range(layers))
-
-
-def rotary_frequencies(config: LlamaConfig, rope: RotaryConfig | None = None) -> Float[np.ndarray, " half_head"]:
-    """Return the rotary frequency of each pair of elements of a head, in radians per token; None: ``config.rope``."""
-    return (config.rope if rope is None else rope).frequencies(config.rotary_size)
-
-
-def rotary_angles(config: LlamaConfig, ropes: Sequence[RotaryConfig], positions: Array) -> Float[Array, "... half"]:
-    """The angles of positions in layers of some kinds, of which `rotary` makes what a layer reads."""
-    factors = list[block.QueryFactors]()
-    for rope in ropes:
-        table, count = rope.query_factors(config.max_seq_len)
-        factors.append(((table * (rope.score_factor / config.score_factor)).astype(np.float32), count))
-    plain = all(np.all(table == 1) for table, _ in factors)
-    frequencies = [rotary_frequencies(config, rope) for rope in ropes]
-    return block.rope_angles(positions, frequencies, None if plain else factors)
-
-
-def rotary(
-    config: LlamaConfig, angles: Float[Array, "... half"], apply: block.Elementwise = lambda turn, x: turn(x)
-) -> block.Rotary:
-    """Cosines and sines of `rotary_angles` of one kind or of all, and the factor of queries.
-
-    Args:
-        apply: Applies cosine and sine.
-    """
-    pairs = config.rope.rotated(config.rotary_size) // 2
-    factor = angles[..., pairs:] if angles.shape[-1] > pairs else None
-    angles = angles if factor is None else angles[..., :pairs]
-    return block.Rotary(apply(jnp.cos, angles), apply(jnp.sin, angles), factor)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerKind:
-    """The settings in which layers of one model may differ."""
-
-    window: int | None  # number of positions that a query attends to, its own included; None for all
-    rope: RotaryConfig
-
-
-def layer_kinds(config: LlamaConfig) -> tuple[LayerKind, ...]:
-    """The kind of each layer; a window of ``max_seq_len`` positions or more is none."""
-    variant, types = config.variant, config.layer_types
-    window = variant.sliding_window
-    window = None if window is None or window >= config.max_seq_len else window
-    types = types or ("full_attention" if variant.sliding_window is None else "sliding_attention",) * config.num_layers
-    none = RotaryConfig(linear_factor=math.inf)
-    full = LayerKind(window=None, rope=config.rope if variant.full_rope else none)
-    sliding = LayerKind(window=window, rope=variant.sliding_rope or config.rope)
-    kinds = [sliding if type_ == "sliding_attention" else full for type_ in types]
-    if (every := variant.no_rope_every) is not None:
-        kinds[every - 1 :: every] = [dataclasses.replace(kind, rope=none) for kind in kinds[every - 1 :: every]]
-    return tuple(kinds)
-
-
-def distinct[T: Hashable](values: Iterable[T]) -> tuple[tuple[T, ...], tuple[int, ...]]:
-    """The values that layers have, in the order of their first, and which of them each one has."""
-    every = tuple(values)
-    kinds = tuple(dict.fromkeys(every))
-    return kinds, tuple(map(kinds.index, every))

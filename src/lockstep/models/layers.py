@@ -16,7 +16,7 @@ from lockstep.models.block import Rotary
 from lockstep.models.config import LlamaConfig
 from lockstep.models.delta_rule import DeltaGates
 from lockstep.models.latent import NORM_EPSILON, Latent, LatentQueries
-from lockstep.models.weights import LayerWeights
+from lockstep.models.weights import LayerWeights, as_full
 
 type Attend = Callable[[Array, Array, Array], Array]
 """Takes queries ``[*row, kv_head, group, head]``, keys and values ``[*row, kv_head, head]``; returns for each query the
@@ -129,6 +129,7 @@ def layer(
         answer, scale = ops.norm(answer, post_norm), config.variant.residual_scale
         return answer if scale is None else ops.fix(block.scaled(answer, scale))
 
+    w = as_full(w)
     x = stream(x)
     h = ops.keep(gated_norm(ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up))
     if w.linear_o is None:
@@ -138,7 +139,10 @@ def layer(
     x = stream(x + added(attended, w.attn_post_norm))
     h = h if config.variant.parallel else gated_norm(ops, x, w.mlp_norm, w.mlp_norm_down, w.mlp_norm_up)
     h, chosen = mlp(h)
-    return stream(x + added(h, w.mlp_post_norm)), chosen
+    x = stream(x + added(h, w.mlp_post_norm))
+    if w.layer_scalar is not None:
+        x = ops.fix(x * jax.lax.stop_gradient(ops.array(w.layer_scalar)).astype(x.dtype))
+    return x, chosen
 
 
 def gated_norm(ops: Ops, x: Array, weight: Any, down: Any, up: Any) -> Array:
@@ -210,7 +214,8 @@ def project(
     else:
         q, gate = jnp.split(ops.columns(h, w.gated_q, (kv, group, 2 * head), units=kv * group), 2, axis=-1)
     k = ops.columns(h, w.k, (kv, head), units=kv, bias=w.k_bias)
-    v = ops.columns(h, w.v, (kv, head), units=kv, bias=w.v_bias)
+    v = k if w.v is None else ops.columns(h, w.v, (kv, head), units=kv, bias=w.v_bias)
+    v = block.unit_norm(v, ops.epsilon if config.norms_values else None)
     late = config.variant.norm_after_rope
     q, k = (q, k) if late else (ops.norm(q, w.q_norm), ops.norm(k, w.k_norm))
     q, k = ops.norm(q, w.q_wide_norm, wide=True), ops.norm(k, w.k_wide_norm, wide=True)
@@ -272,7 +277,7 @@ def kept(
         h: The stream after the norm.
     """
     if config.latent is None:
-        return project(ops, config, w, h, rotary)[1:3]
+        return project(ops, config, as_full(w), h, rotary)[1:3]
     latent = latent_row(ops, config, w, h, rotary)[..., None, :]
     return latent, latent[..., : config.latent.kv_lora_rank]
 

@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn.scan import Stacked
-from haliax.partitioning import physical_axis_name
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from lockstep.errors import ConfigError
 from lockstep.models import block
-from lockstep.models.attention import CausalAttention, HeadArrays, SplitPositions, self_attention
-from lockstep.models.config import LlamaConfig, distinct, layer_kinds
+from lockstep.models.attention import SplitPositions
+from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import RouterSums
+from lockstep.models.layer_kinds import distinct, layer_kinds
 from lockstep.models.layers import feed_forward, first_stream, last_stream, layer
+from lockstep.models.llama_attention import LlamaAttention, MixedAttention
 from lockstep.models.llama_delta_net import DeltaNet
-from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps, stack
-from lockstep.models.low_rank import Weight
+from lockstep.models.llama_mlp import EngineRouting, LlamaExperts, LlamaMlp, MixedLayers, MixedMlps
 from lockstep.models.named_block import (
     document_positions,
     float32_logits,
@@ -34,93 +34,7 @@ from lockstep.models.named_block import (
 )
 from lockstep.models.remat import scan_policy
 from lockstep.models.train_ops import Train
-from lockstep.models.weight_sizes import absent_weights
 from lockstep.models.weights import STACKED, LayerWeights
-
-
-class LlamaAttention(eqx.Module):
-    """Grouped-query causal self-attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245), or with a latent."""
-
-    q: Weight | None
-    gated_q: Weight | None
-    k: Weight | None
-    v: Weight | None
-    q_a: Weight | None
-    q_a_norm: NamedArray | None
-    q_b: Weight | None
-    kv_a: Weight | None
-    kv_a_norm: NamedArray | None
-    kv_b: Weight | None
-    o: Weight
-    q_bias: NamedArray | None
-    k_bias: NamedArray | None
-    v_bias: NamedArray | None
-    o_bias: NamedArray | None
-    sinks: NamedArray | None
-    head_gate: NamedArray | None
-    q_norm: NamedArray | None
-    k_norm: NamedArray | None
-    q_wide_norm: NamedArray | None
-    k_wide_norm: NamedArray | None
-    config: LlamaConfig = eqx.field(static=True)
-
-    @classmethod
-    def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
-        """Return random projections, zero biases and sinks, and unit norms."""
-        keys, absent = jax.random.split(key, 4), absent_weights(config)
-        random = {"gated_q": 0} | {name: number for number, name in enumerate((*"qkvo", "q_a", "q_b", "kv_a", "kv_b"))}
-
-        def weight(name: str) -> NamedArray:
-            if (number := random.get(name)) is not None:
-                own = keys[number] if number < 4 else jax.random.fold_in(key, number)
-                return hax.random.normal(own, weight_axes(config, name)) * config.initializer_range
-            return neutral(config, name) if name.endswith("norm") else hax.zeros(weight_axes(config, name))
-
-        names = [name for name in cls.__annotations__ if name != "config"]
-        return cls(**{name: None if name in absent else weight(name) for name in names}, config=config)
-
-    def attend(
-        self, ops: Train, segment_ids: NamedArray | None, layer_kind: NamedArray | None, q: Array, k: Array, v: Array
-    ) -> Float[Array, "row position kv_head group head"]:
-        """The values that queries attend to, with all axes of rows but the position in one.
-
-        Args:
-            segment_ids: The document of each position, which attends to no other; None: a row is one document.
-            layer_kind: Which of the model's distinct kinds of layers this one is; None where all are of one kind.
-            q: The queries ``[*row, position, kv_head, group, head]``; ``k`` and ``v`` are without ``group``.
-        """
-        *rows, Position = ops.rows
-
-        def attend(window: int | None, arrays: HeadArrays) -> Array:
-            scores = CausalAttention(
-                scale=q.shape[-1] ** -0.5, sliding_window=window, soft_cap=self.config.variant.attention_soft_cap
-            )
-            return self_attention(
-                arrays,
-                scores,
-                backend=self.config.attn_backend,
-                split=SplitPositions.of(Position),
-                batch_axes=physical_axis_name(rows[0]) if rows else None,
-                head_axes=physical_axis_name("kv_head"),
-            )
-
-        documents = None if segment_ids is None else segment_ids.rearrange(ops.rows).array.reshape(-1, Position.size)
-        q, k, v = (x.reshape(-1, *x.shape[len(rows) :]) for x in (q, k, v))
-        arrays = HeadArrays(q, k, v, documents, ops.array(self.sinks))
-        windows = [kind.window for kind in distinct(layer_kinds(self.config))[0]]
-        if layer_kind is None or len(set(windows)) == 1:
-            return attend(windows[0], arrays)
-        # The kernel's blocks depend on the window, so each has a branch.
-        branches = [functools.partial(attend, window) for window in windows]
-        attended: Array = jax.lax.switch(layer_kind.array, branches, arrays)
-        return attended
-
-
-class MixedAttention(eqx.Module):
-    """The attention of the layers that have it over all positions, stacked, and of those that have linear attention."""
-
-    full: LlamaAttention
-    linear: DeltaNet
 
 
 class LlamaLayer(eqx.Module):
@@ -137,6 +51,7 @@ class LlamaLayer(eqx.Module):
     mlp_norm_up: NamedArray | None
     mlp: LlamaMlp | LlamaExperts | MixedMlps | None
     mlp_post_norm: NamedArray | None
+    layer_scalar: NamedArray | None
 
     @classmethod
     def init(cls, config: LlamaConfig, *, key: jax.Array) -> Self:
@@ -151,6 +66,7 @@ class LlamaLayer(eqx.Module):
             **norm_gates(config, mlp_key, "mlp_norm", norms["mlp_norm"] is not None),
             attention=None if "attention" in mixed else LlamaAttention.init(config, key=attention_key),
             mlp=None if "mlp" in mixed else mlp.init(config, key=mlp_key),
+            layer_scalar=hax.ones(weight_axes(config, "layer_scalar")) if config.layer_scalars else None,
         )
 
     def __call__(
@@ -236,9 +152,7 @@ class LlamaLMHeadModel(eqx.Module):
             if "mlp" in mixed:
                 parts["mlp"] = MixedMlps.init(config, key=jax.random.fold_in(layer_key, 1))
             if "attention" in mixed:
-                key = jax.random.fold_in(layer_key, 2)
-                full = stack(LlamaAttention, config, config.layers_of("k"), key=key)
-                parts["attention"] = MixedAttention(full, stack(DeltaNet, config, config.linear_layers, key=key))
+                parts["attention"] = MixedAttention.init(config, key=jax.random.fold_in(layer_key, 2))
             layers = MixedLayers(dataclasses.replace(layers.stacked, **parts), config)
         return cls(
             **norm_gates(config, embed_key, "embed_norm", config.variant.embed_norm),
@@ -369,6 +283,6 @@ def attention_and_mlp(layer: LlamaLayer) -> tuple[Any, ...]:
     """The modules that have the weights of a layer, or of stacked ones, but for norms of the residual stream."""
     attention, mlp = layer.attention, layer.mlp
     return (
-        *((attention.full, attention.linear) if isinstance(attention, MixedAttention) else (attention,)),
+        *(vars(attention).values() if isinstance(attention, MixedAttention) else (attention,)),
         *((mlp.dense, mlp.sparse) if isinstance(mlp, MixedMlps) else (mlp,)),
     )

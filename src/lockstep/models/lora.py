@@ -24,15 +24,15 @@ from lockstep.models.llama_mlp import EngineRouting
 from lockstep.models.low_rank import RANK, AdaptedWeight, LowRankPair, MergeLora, narrower
 from lockstep.models.registry import read_registered, register_reader
 from lockstep.models.trainable import skeleton
-from lockstep.models.weights import MLP_WEIGHTS, DecoderWeights, input_dims
+from lockstep.models.weights import MLP_WEIGHTS, WIDE, DecoderWeights, input_dims
 from lockstep.placement import LazyWeight, axis_specs, mesh_of, resharded
 from lockstep.placement.device import Program, compile_program
 
 _LATENT: Final = {"q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b"}
 _ATTENTION: Final = ("q", "k", "v", "o", *_LATENT.values())
 TARGETS: Final[dict[str, tuple[str, ...]]] = {
-    "q_proj": ("q", "gated_q"),
-    **{f"{weight}_proj": (weight,) for weight in ("k", "v", "o")},
+    "q_proj": ("q", "gated_q", WIDE["q"]),
+    **{f"{weight}_proj": (weight, WIDE[weight]) for weight in ("k", "v", "o")},
     **{f"{weight}_proj": (weight, f"expert_{weight}", f"shared_{weight}") for weight in MLP_WEIGHTS},
     "gate_up_proj": ("expert_gate_up",),
     "in_proj_qkvz": ("linear_qkvz",),
@@ -47,6 +47,7 @@ some. The adapter of a weight has its name and ``_proj``."""
 _LATER: Final = (
     *("gated_q", "linear_qkvz", "linear_o", *_LATENT.values()),
     *("linear_q", "linear_k", "linear_v", "linear_z"),
+    *(WIDE[weight] for weight in "qkvo"),
 )
 WEIGHTS: Final = [
     *(name for place in range(3) for of in TARGETS.values() for name in of[place : place + 1] if name not in _LATER),

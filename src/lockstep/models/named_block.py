@@ -9,8 +9,9 @@ from jaxtyping import Array
 
 from lockstep.models import block
 from lockstep.models.attention import SplitPositions
-from lockstep.models.config import LlamaConfig, distinct, layer_kinds
-from lockstep.models.config import rotary_angles as angles_of
+from lockstep.models.config import LlamaConfig
+from lockstep.models.layer_kinds import distinct, layer_kinds
+from lockstep.models.layer_kinds import rotary_angles as angles_of
 from lockstep.models.weight_sizes import sizes_of
 from lockstep.models.weights import WEIGHT_AXES, haliax_axes
 from lockstep.placement import PARAMETER_AXES, PP, compute_axes
@@ -78,7 +79,7 @@ def rotary_angles(config: LlamaConfig, positions: NamedArray) -> NamedArray:
         with ``layer_kind`` before all: one entry for each of their distinct kinds.
     """
     kinds, _ = distinct(layer_kinds(config))
-    angles = angles_of(config, [kind.rope for kind in kinds], positions.array)
+    angles = angles_of(config, kinds, positions.array)
     return hax.named(angles, (*(["layer_kind"] if len(kinds) > 1 else []), *positions.axes, "half_head"))
 
 

@@ -182,6 +182,8 @@ def pipelined(model: PyTree, microbatches: int = 1, repeats: int = 1) -> PyTree:
         refused = "a model with experts"
     if config is not None and config.linear_attention is not None:
         refused = "a model with linear attention"
+    if config is not None and len(config.heads_by_kind) > 1:
+        refused = "a model whose layers have heads of two sizes"
     if config is not None and config.exact:
         refused = "model.numerics exact"
     layers = 0 if config is None else config.num_layers

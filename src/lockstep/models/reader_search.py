@@ -23,9 +23,10 @@ from lockstep.models.adjustable import (
     units_of,
 )
 from lockstep.models.attention import NO_WINDOW
-from lockstep.models.config import LayerKind, LlamaConfig, distinct, layer_kinds
+from lockstep.models.config import LlamaConfig
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
+from lockstep.models.layer_kinds import LayerKind, distinct, layer_kinds
 from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.models.weights import DecoderWeights
 

@@ -9,8 +9,9 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array, Float
 
 from lockstep.models import block
-from lockstep.models.config import LlamaConfig, rotary
+from lockstep.models.config import LlamaConfig
 from lockstep.models.latent import LatentQueries, expanded
+from lockstep.models.layer_kinds import rotary
 from lockstep.models.layers import Attend, Ops
 from lockstep.models.low_rank import AdaptedWeight, Weight, linear
 from lockstep.models.weights import LayerWeights

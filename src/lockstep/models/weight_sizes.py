@@ -13,7 +13,9 @@ from lockstep.models.weights import (
     SPLIT_DELTA,
     STACKED,
     WEIGHT_AXES,
+    WIDE,
     DecoderWeights,
+    attention_of,
 )
 
 HEAD_AXES: Final = ("kv_head", "group", "head")
@@ -50,9 +52,10 @@ def check_weights(config: LlamaConfig, weights: DecoderWeights) -> None:
 
 def sizes_of(config: LlamaConfig, name: str) -> dict[str, int]:
     """The size of each axis of a weight by the axis's name, as far as the configuration has it."""
+    config = config.of_attention(attention_of(name) or "full")
     sizes = {"one": 1, "group": config.q_heads_per_group}
     sizes |= {axis: size for axis, path in _PATHS.items() if (size := _value(config, path)) is not None}
-    sizes["head"] = config.value_size if name == "o" else config.head_size
+    sizes["head"] = config.value_size if name in ("o", WIDE["o"]) else config.head_size
     if config.experts is not None:
         sizes |= {"expert_mlp": config.expert_dim, "gate_up": 2 * config.expert_dim}
     if config.variant.gated_attention:
@@ -109,6 +112,7 @@ def absent_weights(config: LlamaConfig) -> set[str]:
 def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
     """For weights that a setting decides on, the setting with its value, and whether there must be one."""
     variant, latent = config.variant, config.latent is not None
+    wide = "wide" in config.attention_kinds
     low_rank = config.latent is not None and config.latent.q_lora_rank is not None
     scoring, linear = config.experts and config.experts.scoring, config.linear_attention is not None
     settings = {
@@ -122,7 +126,14 @@ def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
             config.latent and config.latent.q_lora_rank,
             dict.fromkeys(("q_a", "q_a_norm", "q_b"), low_rank),
         ),
-        "qk_norm": (config.qk_norm, dict.fromkeys(("q_norm", "k_norm"), config.qk_norm and not variant.wide_qk_norm)),
+        "wide": (getattr(config, "wide", None), dict.fromkeys(("wide_q", "wide_k", "wide_o"), wide)),
+        "wide.keys_are_values": (config.keys_are_values, {"wide_v": wide and not config.keys_are_values}),
+        "layer_scalars": (config.layer_scalars, {"layer_scalar": config.layer_scalars}),
+        "qk_norm": (
+            config.qk_norm,
+            dict.fromkeys(("q_norm", "k_norm"), config.qk_norm and not variant.wide_qk_norm)
+            | dict.fromkeys((WIDE["q_norm"], WIDE["k_norm"]), wide and config.qk_norm),
+        ),
         "variant.wide_qk_norm": (
             variant.wide_qk_norm,
             dict.fromkeys(("q_wide_norm", "k_wide_norm"), variant.wide_qk_norm),

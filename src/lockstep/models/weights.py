@@ -48,6 +48,12 @@ class LayerWeights:
     kv_a_norm: Float[Array, "layer kv_latent"] | None = None
     kv_b: Float[Array, "layer kv_latent kv_head key_value"] | None = None
     o: Float[Array, "layer kv_head group head embed"]
+    wide_q: Float[Array, "layer embed kv_head group head"] | None = None
+    wide_k: Float[Array, "layer embed kv_head head"] | None = None
+    wide_v: Float[Array, "layer embed kv_head head"] | None = None
+    wide_o: Float[Array, "layer kv_head group head embed"] | None = None
+    wide_q_norm: Float[Array, "layer head"] | None = None
+    wide_k_norm: Float[Array, "layer head"] | None = None
     linear_qkvz: Float[Array, "layer embed key_head qkvz"] | None = None
     linear_gates: Float[Array, "layer embed key_head gates"] | None = None
     linear_q: Float[Array, "layer embed key_head key"] | None = None
@@ -83,6 +89,7 @@ class LayerWeights:
     mlp_norm_up: Float[Array, "layer rank embed"] | None = None
     attn_post_norm: Float[Array, "layer embed"] | None = None
     mlp_post_norm: Float[Array, "layer embed"] | None = None
+    layer_scalar: Float[Array, "layer one"] | None = None
     q_bias: Float[Array, "layer kv_head group head"] | None = None
     k_bias: Float[Array, "layer kv_head head"] | None = None
     v_bias: Float[Array, "layer kv_head head"] | None = None
@@ -163,10 +170,33 @@ JOINED_DELTA: Final = ("linear_qkvz", "linear_gates")
 SPLIT_DELTA: Final = tuple(f"linear_{part}" for part in "qkvzba")
 """Names of those that a model has in place of these (`Variant.split_delta`)."""
 
+WIDE: Final = {name.removeprefix("wide_"): name for name in WEIGHT_AXES if name.startswith("wide_")}
+"""Names of the weights of a layer whose heads have another size than those of most, by the names of theirs."""
+
 ATTENTION_WEIGHTS: Final = frozenset(
-    name for name, axes in WEIGHT_AXES.items() if {"kv_head", "head"} & {*axes} or name == "o_bias"
+    name
+    for name, axes in WEIGHT_AXES.items()
+    if ({"kv_head", "head"} & {*axes} or name == "o_bias") and name not in WIDE.values()
 )
 """Names of the weights of a layer with attention over all positions, in place of these."""
+
+_BY_ATTENTION: Final = {"linear": LINEAR_WEIGHTS, "wide": frozenset(WIDE.values()), "full": ATTENTION_WEIGHTS}
+
+
+def as_full(w: Any) -> Any:
+    """The weights of a layer with those of wide heads under the names that others have."""
+    if getattr(w, "wide_q", None) is None:
+        return w
+    own = {name: getattr(w, wide) for name, wide in WIDE.items()}
+    return dataclasses.replace(w, **own, **dict.fromkeys(WIDE.values()))
+
+
+def attention_of(weight: str) -> str | None:
+    """The kind of attention (`lockstep.models.layer_kinds.KindsOfLayers.attention_kinds`) that has a weight; None for
+    one that layers of any kind have.
+    """
+    return next((kind for kind, names in _BY_ATTENTION.items() if weight in names), None)
+
 
 MLP_WEIGHTS: Final = ("gate", "up", "down")
 """Names of the weights of a layer that has an MLP, beside those that all layers have."""

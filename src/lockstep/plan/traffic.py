@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from lockstep.engine import DecodeModel, Engine, used_weights
-from lockstep.engine.decoder.transformer import kept_by_layer
+from lockstep.engine.decoder.heads import kept_by_layer
 from lockstep.engine.schedule import Capacity
 from lockstep.models.attention import TpuAttention, select_attention
 from lockstep.xla import Array, Hlo, Op, Run
@@ -183,9 +183,8 @@ def step_bytes(
             kernels += size * run.times
         else:
             program += size * run.times
-    moved = sum(
-        layer.step_bytes(float(context), model.kv_dtype) for layer in kept_by_layer(model.config, model.heads.kept)
-    )
+    kept = kept_by_layer(model.config, model.heads, model.heads.kept)
+    moved = sum(layer.step_bytes(float(context), model.kv_dtype) for layer in kept)
     return StepBytes(
         floor_weights=round(used_weights(model, float(sizes.slots))[0]),
         floor_kv=round(sizes.slots * moved / model.heads.context),

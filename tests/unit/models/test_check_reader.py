@@ -24,8 +24,8 @@ from lockstep.models import (
     read_decoder,
     reader_search,
 )
-from lockstep.models.config import rotary_frequencies
 from lockstep.models.families.qwen3_next import Qwen3NextConfig
+from lockstep.models.layer_kinds import rotary_frequencies
 from lockstep.models.rope import Llama3Scaling, RotaryConfig, YarnScaling
 from lockstep.placement import place
 from tests.tiny import numpy_weights, placed_weights

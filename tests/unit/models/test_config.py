@@ -12,7 +12,6 @@ import yaml
 from lockstep.engine import Engine, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models import (
-    LayerKind,
     Llama3Scaling,
     LlamaConfig,
     MistralConfig,
@@ -21,8 +20,6 @@ from lockstep.models import (
     Qwen3Config,
     RotaryConfig,
     Variant,
-    distinct,
-    layer_kinds,
     padded_vocab_size,
 )
 from tests.extras import NEEDS_DRACCUS_PARSE
@@ -179,39 +176,9 @@ def with_variant(**fields):
     return dataclasses.replace(LLAMA, variant=Variant(**fields))
 
 
-def test_without_types_all_layers_are_of_one_kind():
-    assert layer_kinds(LLAMA) == (LayerKind(window=None, rope=LLAMA.rope),) * 2
-    assert layer_kinds(with_variant(sliding_window=3)) == (LayerKind(window=3, rope=LLAMA.rope),) * 2
-
-
-def test_sliding_layers_have_the_window_and_their_own_base():
-    local = RotaryConfig(theta=100.0)
-    config = with_variant(sliding_window=3, layer_types=(FULL, SLIDING), sliding_rope=local)
-    assert layer_kinds(config) == (LayerKind(window=None, rope=config.rope), LayerKind(window=3, rope=local))
-    config = with_variant(sliding_window=3, layer_types=(FULL, SLIDING))
-    assert [kind.rope for kind in layer_kinds(config)] == [config.rope] * 2
-
-
-def test_every_nth_layer_has_full_attention_and_the_embedding_its_width():
-    variant = Variant(sliding_window=3, full_attention_every=3, embed_scale="sqrt_hidden_dim")
-    config = LlamaConfig(**{**SMALL, "num_layers": 7}, variant=variant)
-    assert config.layer_types == (SLIDING, SLIDING, FULL) * 2 + (SLIDING,)
-    assert [kind.window for kind in layer_kinds(config)] == [3, 3, None, 3, 3, None, 3]
-    assert config.embed_scale == 32**0.5 and LlamaConfig(**SMALL).embed_scale is None
-
-
-def test_a_window_as_long_as_the_context_is_none():
-    config = with_variant(sliding_window=LLAMA.max_seq_len)
-    assert layer_kinds(config) == layer_kinds(LLAMA)
-
-
 def test_an_embedding_is_read_whole_only_where_it_is_the_output_layer():
     tied = dataclasses.replace(LLAMA, tie_word_embeddings=True)
     assert [config.part_read("embed", 8) for config in (LLAMA, tied)] == [0, 1] and LLAMA.part_read("up", 1) == 1
-
-
-def test_distinct_values_in_the_order_of_their_first():
-    assert distinct("abcab") == (("a", "b", "c"), (0, 1, 2, 0, 1))
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,19 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from lockstep.engine.decoder.experts import answer_of_experts
+from lockstep.engine.decoder.heads import device_heads
 from lockstep.engine.decoder.ops import Exact, Sharded
 from lockstep.engine.decoder.states import Recur
 from lockstep.engine.schedule import Capacity, RoutedShape
 from lockstep.models import (
-    ATTENTION_WEIGHTS,
-    LINEAR_WEIGHTS,
     MLP_WEIGHTS,
     SPARSE_WEIGHTS,
     WEIGHT_AXES,
     DecoderWeights,
+    LayerKind,
     LayerWeights,
     LlamaConfig,
+    attention_of,
     block,
     distinct,
     layer_kinds,
@@ -31,8 +32,7 @@ from lockstep.models import (
     rotary,
     rotary_angles,
 )
-from lockstep.models.attention import Heads, ScoreModifier
-from lockstep.models.attention.kv import KvSpec, PagedKv
+from lockstep.models.attention import Heads
 from lockstep.models.delta_rule import DeltaGates
 from lockstep.models.layers import feed_forward, first_stream, gated_norm, kept, last_stream, layer
 from lockstep.placement import DecodeMesh, LayoutTree, drop_layers, read, read_outer
@@ -78,38 +78,6 @@ class Sequences(NamedTuple):
     """The positions of the queries; None where they are consecutive from ``start`` on."""
 
 
-def device_heads(config: LlamaConfig, decode_mesh: DecodeMesh) -> Heads:
-    """Return the attention heads of one device of the decode mesh."""
-    windows = tuple(kind.window for kind in layer_kinds(config))
-    differ = len(set(windows)) > 1
-    latent, kv_heads = config.latent, max(1, config.kept_kv_heads // decode_mesh.tensor)
-    return Heads(
-        kv_heads=kv_heads,
-        group=config.num_heads // decode_mesh.tensor // kv_heads,
-        head_size=config.head_size if latent is None else latent.size,
-        value_size=None if latent is None else latent.kv_lora_rank,
-        modifier=ScoreModifier(soft_cap=config.variant.attention_soft_cap, window=None if differ else windows[0]),
-        windows=windows if differ else None,
-        sinks=config.variant.attention_sinks,
-        context=decode_mesh.context,
-        context_axes=decode_mesh.context_axes,
-    )
-
-
-def kept_by_layer(config: LlamaConfig, rows: PagedKv, state: KvSpec | None = None) -> tuple[KvSpec, ...]:
-    """Return what each layer keeps of the past on a device.
-
-    Args:
-        rows: The rows of a position, of the layers that keep any.
-        state: That of layers with linear attention; None where there are none.
-    """
-    kept: list[KvSpec] = [dataclasses.replace(rows, window=kind.window) for kind in layer_kinds(config)]
-    for number in config.linear_layers:
-        assert state is not None
-        kept[number] = state
-    return tuple(kept)
-
-
 def routed_shape(config: LlamaConfig, sizes: Capacity) -> RoutedShape | None:
     """The form of a token's experts, as programs report them; None where they do not."""
     return of_experts(config) if sizes.routed_experts else None
@@ -148,7 +116,7 @@ class Transformer:
     @property
     def kv_layers(self) -> int:
         """The number of layers that keep K and V."""
-        return len(self.config.layers_of("k"))
+        return self.config.num_layers - len(self.config.linear_layers)
 
     def read_outer(self, weights: DecoderWeights) -> DecoderWeights:
         """Return the weights with all but ``layers`` as this device needs them: embedding, norms and output layer."""
@@ -217,11 +185,11 @@ class Transformer:
 
         def run(kind: str, index: Array, carry: tuple[Array, Cache, Array | None]) -> tuple[Array, Cache, Array | None]:
             x, cache, routed = carry
-            w, place = self._layer(weights, index, kind)
+            w, place, of_kind = self._layer(weights, index, kind), self._place(index, kind), self.of_kind(kind)
 
             def attend_and_write(q: Array, k: Array, v: Array) -> Array:
                 nonlocal cache
-                cache = past.write(cache, place, self.heads.kept.join(k, v))
+                cache = past.write(cache, place, of_kind.heads.kept.join(k, v))
                 return past.attend(cache, place, q, w.sinks)
 
             def recur_and_write(inputs: Array, taps: Array, gates: DeltaGates) -> Array:
@@ -234,9 +202,9 @@ class Transformer:
                 own = None if replayed is None else replayed[:, :, index].reshape(valid.size, -1)
                 return self._mlp_of_layer(weights, w, index, valid, h, own)
 
-            rotation = self._of_layer(angles, index)
+            rotation = self._of_layer(angles, index, kind)
             mix = recur_and_write if kind == "linear" else attend_and_write
-            x, experts = layer(self._ops, self.config, w, x, rotation, mix, mlp)
+            x, experts = layer(of_kind._ops, of_kind.config, w, x, rotation, mix, mlp)
             if routed is not None and experts is not None:
                 routed = routed.at[index].set(experts.reshape(-1).astype(routed.dtype))
             return x, cache if past.after is None else past.after(cache, index, x), routed
@@ -265,8 +233,13 @@ class Transformer:
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """The attention of each layer: ``full``, or ``linear``."""
-        return self.config.mixed_parts.get("attention", ("full",) * self.config.num_layers)
+        """The attention of each layer."""
+        return self.config.attention_kinds
+
+    def of_kind(self, kind: str) -> "Transformer":
+        """The transformer as layers of a kind of attention see it, with their heads."""
+        config = self.config.of_attention(kind)
+        return self if config is self.config else dataclasses.replace(self, config=config)
 
     def fill_cache[Cache](
         self,
@@ -280,29 +253,34 @@ class Transformer:
         it has a state.
         """
         last = self.config.num_layers - 1
-        stateful = self._kinds[last] == "linear"
+        kind = self._kinds[last]
+        stateful = kind == "linear"
         x, cache, routed = self.layers(weights, x, cache, past, sequences, count=None if stateful else last)
         if stateful:
             return cache, routed
         index = jnp.int32(last)
-        w, place = self._layer(weights, index, "full")
+        w, of_kind = self._layer(weights, index, kind), self.of_kind(kind)
         h = gated_norm(self._ops, x, w.attn_norm, w.attn_norm_down, w.attn_norm_up)
-        k, v = kept(self._ops, self.config, w, h, self._of_layer(self._rope_angles(x, sequences), index))
-        return past.write(cache, place, self.heads.kept.join(k, v)), routed
+        rotation = self._of_layer(self._rope_angles(x, sequences), index, kind)
+        k, v = kept(of_kind._ops, of_kind.config, w, h, rotation)
+        return past.write(cache, self._place(index, kind), of_kind.heads.kept.join(k, v)), routed
 
-    def _layer(self, weights: LayerWeights, index: Array, kind: str) -> tuple[LayerWeights, Array]:
-        """Return one layer's weights as this device needs them, without its MLP where layers differ in it, and the
-        place of the layer among those of its kind.
-        """
+    def _layer(self, weights: LayerWeights, index: Array, kind: str) -> LayerWeights:
+        """Return one layer's weights as this device needs them, without its MLP where layers differ in it."""
         names = LAYER - {*MLP_WEIGHTS, *SPARSE_WEIGHTS} if self.config.mixes_mlps else LAYER
+        if len({*self._kinds}) == 1:
+            return self._at(weights, index, names)
+        place = _place_among(np.array(self._kinds) == kind, index)
+        own = {name for name in names if attention_of(name) == kind}
+        attention = self._at(weights, place, own)
+        common = {name for name in names if attention_of(name) is None}
+        return dataclasses.replace(self._at(weights, index, common), **{name: getattr(attention, name) for name in own})
+
+    def _place(self, index: Array, kind: str) -> Array:
+        """Return the place of a layer among those that keep rows in pages, or among those that have a state."""
         if self.config.linear_attention is None:
-            return self._at(weights, index, names), index
-        kinds = np.array(self._kinds) == kind
-        place = jnp.asarray(np.cumsum(kinds) - 1)[index]
-        own = LINEAR_WEIGHTS if kind == "linear" else ATTENTION_WEIGHTS
-        attention, common = self._at(weights, place, own), names - LINEAR_WEIGHTS - ATTENTION_WEIGHTS
-        of_kind = {name: getattr(attention, name) for name in own}
-        return dataclasses.replace(self._at(weights, index, common), **of_kind), place
+            return index
+        return _place_among((np.array(self._kinds) == "linear") == (kind == "linear"), index)
 
     def _at(self, weights: LayerWeights, index: Array, names: Set[str]) -> LayerWeights:
         """Return some weights at a place of their stack. Indexed inside a loop, blocks are read in place.
@@ -321,21 +299,33 @@ class Transformer:
         layouts = [layout for name in EXPERTS if (layout := getattr(self.layouts.layers, name)) is not None]
         return bool(layouts) and all(layout == layout.decode for layout in layouts)
 
-    def _rope_angles(self, x: Array, sequences: Sequences) -> block.Rotary:
+    def _rope_angles(self, x: Array, sequences: Sequences) -> dict[str, block.Rotary]:
+        """Return the angles of all kinds of layers whose heads are those of a kind of attention, by that."""
         start, _, position = sequences
         positions = start[:, None] + jnp.arange(x.shape[1]) if position is None else position
-        ropes, _ = distinct(kind.rope for kind in layer_kinds(self.config))
-        angles = rotary_angles(self.config, ropes, positions)
         apply = elementwise if self.config.exact else (lambda turn, x: turn(x))
-        return rotary(self.config, angles, apply)
+        angles = {}
+        for kind, config in self.config.heads_by_kind.items():
+            kinds, _ = self._rotations(kind)
+            angles[kind] = rotary(config, rotary_angles(self.config, kinds, positions), apply)
+        return angles
 
-    def _of_layer(self, angles: block.Rotary, index: Array) -> block.Rotary:
+    def _rotations(self, kind: str) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+        """Return the distinct kinds of layers with the heads of a kind of attention, but for their windows, and which
+        each layer has; of a layer with other heads any.
+        """
+        of_layers = [dataclasses.replace(of_layer, window=None) for of_layer in layer_kinds(self.config)]
+        first = next(of_layer for of_layer in of_layers if of_layer.attention == kind)
+        return distinct(of_layer if of_layer.attention == kind else first for of_layer in of_layers)
+
+    def _of_layer(self, angles: dict[str, block.Rotary], index: Array, kind: str) -> block.Rotary:
         """Return the angles of one layer."""
-        ropes, indices = distinct(kind.rope for kind in layer_kinds(self.config))
-        if len(ropes) == 1:
-            return angles
-        kind = jnp.asarray(indices)[index]
-        return jax.tree.map(lambda angle: jax.lax.dynamic_index_in_dim(angle, kind, keepdims=False), angles)
+        kind = kind if kind in angles else "full"
+        kinds, indices = self._rotations(kind)
+        if len(kinds) == 1:
+            return angles[kind]
+        number = jnp.asarray(indices)[index]
+        return jax.tree.map(lambda angle: jax.lax.dynamic_index_in_dim(angle, number, keepdims=False), angles[kind])
 
     def _mlp_of_layer(
         self, weights: LayerWeights, w: LayerWeights, index: Array, valid: Array, h: Array, replayed: Array | None
@@ -380,3 +370,8 @@ class Transformer:
     @functools.cached_property
     def _ops(self) -> Sharded:
         return (Exact if self.config.exact else Sharded)(self.config, self.decode_mesh)
+
+
+def _place_among(chosen: np.ndarray, index: Array) -> Array:
+    """Return the place of a layer among those that are chosen ``[layer]``."""
+    return jnp.asarray(np.cumsum(chosen) - 1)[index]

@@ -23,6 +23,7 @@ class Heads:
         windows: The sliding window of each layer, None for none, where layers differ; ``modifier`` then has no window.
         sinks: Whether each head has a score for nothing (`lockstep.models.attention.softmax.attend`).
         value_size: The first elements of K that are V too; None where V has rows of its own (`PagedKv`).
+        by_layer: Those of each layer, where layers differ in more than their windows.
         context: The number of devices that have the same key/value heads, over which positions are split.
         context_axes: The mesh axes of those devices.
     """
@@ -34,6 +35,7 @@ class Heads:
     windows: tuple[int | None, ...] | None = None
     sinks: bool = False
     value_size: int | None = None
+    by_layer: "tuple[Heads, ...] | None" = None
     context: int = 1
     context_axes: tuple[str, ...] = ()
 

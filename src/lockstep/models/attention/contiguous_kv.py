@@ -4,6 +4,7 @@ Gathering pages at every step would copy the whole context at every step. A deco
 sequences, so one copy at its start serves all of them; what the steps add is written to the pool and to the copy.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,7 @@ def gather_context(
     lengths: Int[Array, " slot"],
     num_layers: int,
     read_kv: ReadKv = gather_kv,
+    layers: Sequence[int] | None = None,
 ) -> Context:
     """Copy the pages of each slot into contiguous K and V, as far as its sequence reaches; V beyond it is zeros.
 
@@ -45,12 +47,15 @@ def gather_context(
             ``2 * h``, V at ``2 * h + 1``.
         page_table: The pages of each slot, in order, numbered from the first page of a layer.
         lengths: The number of positions that each slot has in the pool.
+        num_layers: The number of layers that the pool has.
+        layers: Those to copy, in this order; None for all.
 
     Returns:
         As many positions as the page table has, rounded up to whole chunks.
     """
     slots, num_pages = page_table.shape
-    page_size, _, head = pool.shape[1:]
+    page_size = pool.shape[1]
+    copied_layers = num_layers if layers is None else len(layers)
     pages = min(max(CONTEXT_CHUNK // page_size, 1), num_pages)
     num_chunks = -(-num_pages // pages)
     padded = jnp.pad(page_table, ((0, 0), (0, num_chunks * pages - num_pages)))
@@ -59,9 +64,10 @@ def gather_context(
 
     # One layer per iteration: what is in flight is small, and nothing but the context is carried to the next one.
     def copy(iteration: Array, context: Context) -> Context:
-        first, layer = iteration // num_layers * copied, iteration % num_layers
+        first, layer = iteration // copied_layers * copied, iteration % copied_layers
         table = jax.lax.dynamic_slice_in_dim(padded, first, copied, axis=1)
-        *k, v = read_kv(pool, layer * (pool.shape[0] // num_layers) + table)
+        of_pool = layer if layers is None else jnp.asarray(layers)[layer]
+        *k, v = read_kv(pool, of_pool * (pool.shape[0] // num_layers) + table)
         written = first * page_size + jnp.arange(copied * page_size) < lengths[:, None]
         parts = *k, jnp.where(written[:, None, :, None], v, 0)
         at = (layer, first // pages, 0, 0, first % pages * page_size, 0)
@@ -70,9 +76,9 @@ def gather_context(
         )
 
     shapes = jax.eval_shape(read_kv, pool, padded[:, :copied])
-    shape = (num_layers, num_chunks, slots, shapes[0].shape[1], pages * page_size, head)
+    shape = (copied_layers, num_chunks, slots, shapes[0].shape[1], pages * page_size, shapes[0].shape[3])
     empty = Context(*(jnp.zeros(shape, pool.dtype) for _ in shapes))
-    return jax.lax.fori_loop(0, num_layers * -(-jnp.max(lengths) // (copied * page_size)), copy, empty)
+    return jax.lax.fori_loop(0, copied_layers * -(-jnp.max(lengths) // (copied * page_size)), copy, empty)
 
 
 def extend_context(

@@ -55,12 +55,14 @@ class PagedKv(KvSpec):
         value_size: The first elements of K that are V too, where K is a latent of both (DeepSeek-AI 2024,
             https://arxiv.org/abs/2405.04434, section 2.1); None where V has a row of its own, as large as K.
         window: The positions that a query attends to; None for all. Those before it keep their pages.
+        stored: The numbers of a position that the pool has for it, where these are more than its own.
     """
 
     kv_heads: int
     head_size: int
     value_size: int | None = None
     window: int | None = None
+    stored: int | None = None
 
     @property
     def parts(self) -> int:
@@ -72,15 +74,22 @@ class PagedKv(KvSpec):
         """The rows of a position, and their size: K of head ``h`` is row ``2 * h``, V the next; one latent a row."""
         return self.parts * self.kv_heads, self.head_size
 
+    def holding(self, kept: "PagedKv") -> "PagedKv":
+        """The rows of a layer with other heads, whose numbers are the first of as many as these have."""
+        return dataclasses.replace(kept, stored=None if kept.shape == self.shape else math.prod(self.shape))
+
     def position_bytes(self, dtype: jnp.dtype) -> int:
-        return math.prod(self.shape) * dtype.itemsize
+        return (self.stored or math.prod(self.shape)) * dtype.itemsize
 
     def step_bytes(self, context: float, dtype: jnp.dtype) -> float:
-        return self.position_bytes(dtype) * (context if self.window is None else min(context, float(self.window)))
+        positions = context if self.window is None else min(context, float(self.window))
+        return math.prod(self.shape) * dtype.itemsize * positions
 
     def describe(self) -> str:
         kind = "K and V of {} heads of {}" if self.value_size is None else "{} latent of {}"
-        return kind.format(self.kv_heads, self.head_size)
+        text, own = kind.format(self.kv_heads, self.head_size), math.prod(self.shape)
+        stored = self.stored or own
+        return text if stored == own else f"{text} (in pages of which {1 - own / stored:.0%} is unused)"
 
     def join(self, k: Num[Array, "*batch kv_head head"], v: Array) -> Num[Array, "*batch row head"]:
         """Return the rows of K and V; of a latent K, which V is a part of."""

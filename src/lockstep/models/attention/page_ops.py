@@ -11,6 +11,7 @@ and writes the pool, a pool in 8 bits is an array of bytes: on CPU it converts a
 bits and back, the whole pool at every step. Kernels take an array of that type as it is.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -38,30 +39,71 @@ def keys_and_values(parts: Sequence[Array], value_size: int | None) -> tuple[Arr
 
 
 def gather_kv(
-    pool: Num[Array, "pool_page page_size row head"], page: Int[Array, "sequence page"], parts: int = 2
-) -> tuple[Num[Array, "sequence kv_head position head"], ...]:
+    pool: Num[Array, "pool_page page_size row head"],
+    page: Int[Array, "sequence page"],
+    parts: int = 2,
+    shape: tuple[int, int] | None = None,
+) -> tuple[Num[Array, "sequence kv_head position size"], ...]:
     """Read the heads of all positions in one gather for K and one for V, straight into the order of the result.
 
     A gather of whole pages would have to be put into that order by a second pass over the memory.
 
     Args:
         parts: The number of rows of a head: 2 for K and V, 1 for a latent.
+        shape: The rows of a position and their size, where they are not the pool's (`as_rows`).
     """
     page_size, rows, head = pool.shape[1:]
+    if shape is not None and shape != (rows, head):
+        return _gather_pieces(pool, page, parts, shape)
     first = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(len(page), 1, -1) * rows
     k = first + parts * jnp.arange(rows // parts)[:, None]
     flat = pool.reshape(-1, head)
     return tuple(flat.at[k + part].get(mode="promise_in_bounds") for part in range(parts))
 
 
+def _gather_pieces(
+    pool: Num[Array, "pool_page page_size row head"],
+    page: Int[Array, "sequence page"],
+    parts: int,
+    shape: tuple[int, int],
+) -> tuple[Num[Array, "sequence kv_head position size"], ...]:
+    """Read heads that are made of consecutive pieces of the pool's rows."""
+    page_size, rows, head = pool.shape[1:]
+    piece = math.gcd(head, shape[1])
+    position = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(len(page), 1, -1, 1)
+    place = jnp.arange(shape[1] // piece)
+    row = parts * jnp.arange(shape[0] // parts)[:, None, None]
+    first = position * (rows * head // piece)
+    flat = pool.reshape(-1, piece)
+    pieces = (flat.at[first + (row + part) * len(place) + place].get(mode="promise_in_bounds") for part in range(parts))
+    return tuple(part.reshape(*part.shape[:3], shape[1]) for part in pieces)
+
+
+def as_rows(numbers: Num[Array, "*batch row head"], shape: tuple[int, int]) -> Num[Array, "*batch rows size"]:
+    """Return the numbers of positions in rows of another shape, one after the other: the first of more, or with zeros
+    behind.
+    """
+    if numbers.shape[-2:] == shape:
+        return numbers
+    flat, count = numbers.reshape(*numbers.shape[:-2], -1), math.prod(shape)
+    more = max(0, count - flat.shape[-1])
+    flat = jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, more)]) if more else flat[..., :count]
+    return flat.reshape(*numbers.shape[:-2], *shape)
+
+
 def read_kv_page_by_page(
-    pool: Num[Array, "pool_page page_size row head"], page: Int[Array, "sequence page"], parts: int = 2
-) -> tuple[Num[Array, "sequence kv_head position head"], ...]:
+    pool: Num[Array, "pool_page page_size row head"],
+    page: Int[Array, "sequence page"],
+    parts: int = 2,
+    shape: tuple[int, int] | None = None,
+) -> tuple[Num[Array, "sequence kv_head position size"], ...]:
     """Read one page at a time; the arguments are those of `gather_kv`."""
     rows, head = pool.shape[2:]
     # With an axis of one row, the TPU compiler reads the pool in another order than it is written in.
     stored = pool.reshape(len(pool), -1, head) if rows == 1 else pool
     pages = jax.lax.map(lambda number: jax.lax.dynamic_index_in_dim(stored, number, keepdims=False), page.reshape(-1))
+    if shape is not None and shape != (rows, head):
+        pages, (rows, head) = as_rows(pages, shape), shape
     heads = pages.reshape(len(page), -1, rows // parts, parts, head)
     return tuple(heads.transpose(3, 0, 2, 1, 4))
 

@@ -19,7 +19,7 @@ CHUNK = 64
 
 def paged_attention(
     q: Float[Array, "sequence query kv_head group head"],
-    pool: Num[Array, "pool_page page_size two_kv_heads head"],
+    pool: Num[Array, "pool_page page_size row size"],
     page_table: Int[Array, "sequence page"],
     start: Int[Array, " sequence"],
     modifier: ScoreModifier = ScoreModifier(),  # noqa: B008  (frozen)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lockstep.models.attention.base import Attention, Heads, Kernel
+from lockstep.models.attention.by_heads import AttentionByHeads
 from lockstep.models.attention.context_parallel import ContextParallelAttention
 from lockstep.models.attention.exact import ExactAttention
 from lockstep.models.attention.kv import PagedKv
@@ -67,7 +68,7 @@ def describe_attention(device: jax.Device, heads: Heads, *, exact: bool = False)
 def stored_kv_heads(device: jax.Device, heads: Heads, dtype: jnp.dtype) -> PagedKv:
     """The key/value heads that the pool of a device stores."""
     kernel = kernel_of(device, heads)
-    return _xla_attention(device, heads).stored_kv_heads if kernel is None else kernel.kept(heads, dtype)
+    return _plain_attention(device, heads).stored_kv_heads if kernel is None else kernel.kept(heads, dtype)
 
 
 def select_attention(
@@ -90,9 +91,7 @@ def select_attention(
         ConfigError: The kernel of the platform cannot take the heads in this dtype.
     """
     if exact:
-        return ExactAttention(
-            heads=heads, page_by_page=platform_of(device.platform).pages_one_by_one, page_size=page_size
-        )
+        return _plain_attention(device, heads, page_size)
     if heads.context > 1:
         own = select_attention(
             device, heads.at_own_positions, page_size=page_size // heads.context, dtype=dtype, kv_dtype=kv_dtype
@@ -102,13 +101,25 @@ def select_attention(
     if (kernel := kernel_of(device, heads)) is None:
         for refusal in _refusals(device, heads):
             _warn(device.platform.upper(), refusal)
-        return _xla_attention(device, heads)
+        return _plain_attention(device, heads)
     kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
     return kernel.make(device.device_kind, heads, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype)
 
 
-def _xla_attention(device: jax.Device, heads: Heads) -> XlaAttention:
-    return XlaAttention(heads=heads, page_by_page=platform_of(device.platform).pages_one_by_one)
+def _plain_attention(
+    device: jax.Device, heads: Heads, exact_page_size: int | None = None
+) -> XlaAttention | AttentionByHeads:
+    """Attention in plain JAX; with a page size that of ``numerics: exact``."""
+
+    def of_one_shape(heads: Heads) -> XlaAttention:
+        page_by_page = platform_of(device.platform).pages_one_by_one
+        if exact_page_size is None:
+            return XlaAttention(heads=heads, page_by_page=page_by_page)
+        return ExactAttention(heads=heads, page_by_page=page_by_page, page_size=exact_page_size)
+
+    if heads.by_layer is None:
+        return of_one_shape(heads)
+    return AttentionByHeads(by_layer=tuple(map(of_one_shape, heads.by_layer)))
 
 
 def _refusals(device: jax.Device, heads: Heads) -> list[str]:

@@ -65,6 +65,9 @@ class TpuAttention:
         """Why the kernel does not take the heads: it steps through rows of `LANES` elements, and does not compile for
         wider heads on any generation.
         """
+        if heads.by_layer is not None:
+            sizes = sorted({own.head_size for own in heads.by_layer})
+            return f"takes heads of one shape, and layers here have heads of {' and '.join(map(str, sizes))} numbers"
         if heads.value_size is not None:
             return f"takes K and V, and here is a latent of both, of {heads.head_size} numbers"
         if heads.head_size > LANES:

@@ -49,7 +49,7 @@ class XlaAttention:
 
     def _read_parts(self, pool: Array, page: Array) -> tuple[Array, ...]:
         read = read_kv_page_by_page if self.page_by_page else gather_kv
-        return read(pool, page, self.heads.kept.parts)
+        return read(pool, page, self.heads.kept.parts, self.heads.kept.shape)
 
     def _read_kv(self, pool: Array, page: Array) -> tuple[Array, Array]:
         return keys_and_values(self._read_parts(pool, page), self.heads.kept.value_size)

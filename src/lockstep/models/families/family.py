@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.errors import ConfigError
-from lockstep.models.config import LlamaConfig, every_nth_full
+from lockstep.models.config import LlamaConfig
 from lockstep.models.experts import Experts
+from lockstep.models.layer_kinds import every_nth_full
 from lockstep.models.rope import required, rope_from_hf, rope_to_hf
 
 ACTIVATIONS: Final = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -17,7 +18,7 @@ _DEFAULTS: Final = {"tie_word_embeddings": False, "initializer_range": 0.02}
 _NULLABLE: Final = frozenset(
     "head_dim num_key_value_heads sliding_window attn_logit_softcapping final_logit_softcapping mlp_only_layers".split()
     + ["rope_theta", "rope_local_base_freq", "partial_rotary_factor"]  # rope_parameters may have them
-    + ["q_lora_rank", "sliding_window_pattern"]
+    + ["q_lora_rank", "sliding_window_pattern", "num_global_key_value_heads", "use_bidirectional_attention"]
 )
 """The keys with a default whose null transformers reads."""
 _TRAINING: Final = ("gradient_checkpointing", "attn_backend", "numerics")
@@ -68,6 +69,7 @@ class Family:
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}  # fields from a `config.json`
     write: Callable[[LlamaConfig], Mapping[str, Any]] = lambda config: {}  # keys of `config.json` from them
     with_images: tuple[str, str] | None = None  # architecture and `model_type` of models that see, with this one inside
+    unwritten: frozenset[str] = frozenset()  # keys of other families that its `config.json` does not have
     activation_key: str = "hidden_act"
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: ACTIVATIONS)  # names there and here
     epsilon_key: str = "rms_norm_eps"
@@ -145,7 +147,7 @@ class Family:
         """
         names = {own_name: hf_name for hf_name, own_name in self.activations.items()}
         partial = config.rope.partial_rotary_factor
-        return {
+        written = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             "vocab_size": vocab_size,
@@ -168,6 +170,7 @@ class Family:
             "use_cache": True,
             **self.write(config),
         }
+        return {key: value for key, value in written.items() if key not in self.unwritten}
 
     def changes(self, config: LlamaConfig) -> dict[str, tuple[Any, Any]]:
         """The fields that a ``config.json`` of the family loses: by name the value, and the one that is read back.
@@ -181,7 +184,8 @@ class Family:
 
 def _computed(config: LlamaConfig) -> dict[str, Any]:
     """All that a configuration says of the model, in one spelling."""
-    fields = {**vars(config), "head_dim": config.head_size}
+    switches = {name: getattr(config, name) for name in ("norms_values", "layer_scalars")}  # of a class
+    fields = {**vars(config), **switches, "head_dim": config.head_size}
     variant = {
         **vars(fields.pop("variant")),
         "embed_scale": config.embed_scale,

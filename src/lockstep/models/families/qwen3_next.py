@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lockstep.errors import ConfigError
-from lockstep.models.config import LlamaConfig, ModelConfig, every_nth_full
+from lockstep.models.config import LlamaConfig, ModelConfig
 from lockstep.models.delta_rule import LinearAttention
 from lockstep.models.experts import Experts
 from lockstep.models.families import llama, qwen3
 from lockstep.models.families.family import Family, preset
 from lockstep.models.families.qwen2_moe import SHARED_TENSORS
 from lockstep.models.families.qwen3_moe import EXPERT_DEFAULTS, EXPERT_TENSORS, read_experts, write_experts
+from lockstep.models.layer_kinds import every_nth_full
 from lockstep.models.rope import RotaryConfig, required
 from lockstep.models.variant import Variant
 

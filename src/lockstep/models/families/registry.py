@@ -28,9 +28,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
 NOT_COMPUTED: Final[Mapping[str, str]] = {
     "ApertusForCausalLM": "activations whose settings are stored as single numbers",
     "DeepseekV32ForCausalLM": "attention to positions that an indexer chooses",
-    **dict.fromkeys(
-        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "heads of another size in layers without a window"
-    ),
     "GraniteMoeHybridForCausalLM": "layers of Mamba 2",
 }
 """The parts of well-known architectures that lockstep does not compute."""

@@ -111,17 +111,18 @@ def save_peft(
     _check_peft([weight_of(name) for name in adapters], family)
     adapted = parameters(skeleton(1, config), family.tensors)
     by_weight, shapes = {parameter.name: parameter for parameter in adapted}, stored_shapes(adapted)
-    together: dict[str, list[str]] = {}  # the adapters whose weights are rows of one tensor
+    together: dict[tuple[str, tuple[Any, ...]], list[str]] = {}  # the adapters whose weights are rows of one tensor
     for name in adapters:
-        together.setdefault(by_weight[weight_of(name)].stored.template, []).append(name)
+        own_weight = by_weight[weight_of(name)]
+        together.setdefault((own_weight.stored.template, tuple(own_weight.layers)), []).append(name)
     # A parameter of all experts is no module: PEFT wraps the one that has it, once for each, the first the innermost.
     wrapped = [
         template
-        for template, (name, *_) in together.items()
+        for (template, _), (name, *_) in together.items()
         if "{expert}" not in template and "expert" in by_weight[weight_of(name)].axes
     ]
     tensors: dict[str, np.ndarray] = {}
-    for template, names in together.items():
+    for (template, _), names in together.items():
         own = [by_weight[weight_of(name)] for name in names]
         for place, layer in enumerate(own[0].layers):
             pairs = [read_pair(name, place) for name in names]
@@ -136,7 +137,7 @@ def save_peft(
                 tensors[f"base_model.model.{module}.lora_A.weight"] = low
                 tensors[f"base_model.model.{module}.lora_B.weight"] = high
     modules = {
-        template.rsplit(".", 2)[1]: len(names) for template, names in together.items() if template not in wrapped
+        template.rsplit(".", 2)[1]: len(names) for (template, _), names in together.items() if template not in wrapped
     }
     values = _peft_config(lora, base, modules, wrapped)
 

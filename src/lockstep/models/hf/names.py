@@ -113,13 +113,14 @@ def parameters(model: Any, tensors: Mapping[str, str]) -> list[Parameter]:
             )
         layers = model.config.layers_of(name) if name in STACKED else (None,)
         listed.append(Parameter(name, dotted, leaf, HFTensor.of(name, tensors[name]), layers))
-    rows: dict[str, int] = {}
+    rows: dict[Any, int] = {}  # of a tensor of some layers: others may have it of another weight
     first_rows: dict[str, int] = {}
     by_name = {parameter.name: parameter for parameter in listed}
     for name in filter(by_name.__contains__, tensors):
-        first_rows[name] = rows.get(tensors[name], 0)
+        of = tensors[name], tuple(by_name[name].layers)
+        first_rows[name] = rows.get(of, 0)
         assert not (first_rows[name] and "{expert}" in tensors[name]), "rows of several weights in each expert's tensor"
-        rows[tensors[name]] = first_rows[name] + by_name[name].shape[0]
+        rows[of] = first_rows[name] + by_name[name].shape[0]
     return [dataclasses.replace(parameter, first_row=first_rows[parameter.name]) for parameter in listed]
 
 

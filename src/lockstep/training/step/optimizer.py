@@ -214,7 +214,7 @@ def decay_mask(parameters: PyTree) -> PyTree:
     def decays(path: tuple[object, ...], leaf: object) -> bool:
         del leaf
         text = jax.tree_util.keystr(path).lower()
-        spared = ("norm", "bias", ".ln_", "embed")
+        spared = ("norm", "bias", ".ln_", "embed", "layer_scalar")
         return "unembed" in text or not any(name in text for name in spared)
 
     return jax.tree_util.tree_map_with_path(decays, parameters)

@@ -6,12 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep.engine import EngineConfig
-from lockstep.engine.decoder.transformer import kept_by_layer
 from lockstep.engine.sizing.demand import desired_capacity, measure_demand
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.models.attention.kv import FixedState, KvSpec, PagedKv, describe_kept
 from lockstep.types import Drafts
-from tests.unit.engine.models import FAMILIES, request
+from tests.unit.engine.models import request
 from tests.unit.engine.sizing.made_up import models_on
 
 FLOAT32, BYTES = jnp.dtype("float32"), 3000
@@ -32,15 +31,6 @@ def test_k_and_v_of_a_head_are_neighbouring_rows_and_a_latent_is_one():
     assert rows.shape[1:] == LATENT.shape and LATENT.position_bytes(FLOAT32) == rows[0].nbytes
     for part, whole in zip(LATENT.split(rows), (latent, latent[..., :3]), strict=True):
         np.testing.assert_array_equal(part, whole)
-
-
-def test_a_step_reads_the_window_of_each_layer():
-    config = FAMILIES["gemma3"]
-    rows = PagedKv(kv_heads=1, head_size=8)
-    windows = [layer.window for layer in kept_by_layer(config, rows)]
-    assert len({*windows}) == 2 and None in windows
-    read = sum(layer.step_bytes(100.5, FLOAT32) for layer in kept_by_layer(config, rows))
-    assert read == sum(rows.position_bytes(FLOAT32) * (100.5 if window is None else window) for window in windows)
 
 
 def test_a_state_takes_memory_by_the_sequence_and_rules_out_sharing_and_drafts():

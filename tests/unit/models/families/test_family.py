@@ -24,6 +24,7 @@ from lockstep.models import (
     load_config,
     skeleton,
 )
+from lockstep.models.families.gemma4 import Gemma4Config, ProportionalRotary, WideHeads
 from lockstep.models.families.ministral3 import Ministral3Config
 from lockstep.models.families.mistral4 import Mistral4Config
 from lockstep.models.families.registry import FAMILIES as REGISTERED
@@ -105,6 +106,8 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "mistral4": {"rope_parameters", "pretraining_tp", "num_nextn_predict_layers"},
         "hunyuan_v1_dense": {"rope_parameters"},  # the same base without alpha
         "hunyuan_v1_moe": {"rope_parameters", "output_router_logits"},  # likewise, and of transformers 5.24
+        # The heads layer by layer are of transformers 5.24; the other is of inputs of each layer.
+        "gemma4": {"per_layer_config", "global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"},
         "minimax_m2": {"partial_rotary_factor", "rotary_dim"},  # the same in rope_parameters
         **dict.fromkeys(("deepseek_v3", "deepseek_v3_lite"), {"rope_parameters", "pretraining_tp", "rope_scaling"}),
     }.get(family, set())
@@ -119,7 +122,7 @@ def seeing(family: str, **whole: Any) -> dict[str, Any]:
     return {"architectures": [with_images[0]], "model_type": with_images[1], "text_config": text, **whole}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "ministral3", "mistral", "mistral4", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "ministral3", "mistral", "mistral4", "qwen3_5", "qwen3_5_moe"])
 def test_the_language_model_of_one_that_reads_images_is_read(family: str) -> None:
     whole = seeing(family)
     assert config_from_hf(whole) == config_from_hf({**whole, "model_type": None}) == FAMILIES[family]
@@ -226,7 +229,7 @@ def test_all_layers_of_qwen3_with_experts_slide_as_in_transformers() -> None:
         config_to_hf(mixed, 112)
 
 
-@pytest.mark.parametrize("family", [family for family in REGISTERED if family != "Olmo3ForCausalLM"])
+@pytest.mark.parametrize("family", sorted(REGISTERED.keys() - {"Olmo3ForCausalLM", "Gemma4ForCausalLM"}))
 def test_a_base_that_is_left_out_is_that_of_transformers(family: str) -> None:
     model_type = REGISTERED[family].model_type
     theirs = getattr(type(transformers.AutoConfig.for_model(model_type)), "default_theta", 1e4)
@@ -514,7 +517,7 @@ PUBLISHED = {
      ("Qwen3-Next-80B-A3B-Instruct", 79.7), ("DeepSeek-V3", 671.03), ("DeepSeek-V2", 235.74),
      ("DeepSeek-V2-Lite", 15.71), ("Ministral-3-3B-Instruct-2512", 3.43), ("Ministral-3-8B-Base-2512", 8.49),
      ("Ministral-3-14B-Instruct-2512", 13.51), ("OLMoE-1B-7B-0924-Instruct", 6.92), ("MiniMax-M2", 228.69),
-     ("Mistral-Small-4-119B-2603", 118.97)],
+     ("Mistral-Small-4-119B-2603", 118.97), ("gemma-4-31B-it", 30.7)],
 )  # fmt: skip
 def test_a_preset_has_the_parameters_of_its_checkpoint(name: str, billions: float) -> None:
     preset = find_preset(name)
@@ -538,6 +541,68 @@ def test_gemma_3_spelled_for_transformers_4_and_5_is_the_same() -> None:
     last = hf("gemma3", layer_types=["full_attention"] * 6 + ["sliding_attention"])
     assert config_from_hf(last).variant.full_attention_every is None
     assert config_from_hf(config_to_hf(config_from_hf(last), 118)) == config_from_hf(last)
+
+
+def test_gemma_4_has_its_wide_heads_in_either_spelling() -> None:
+    by_layer = hf("gemma4")
+    heads = by_layer["per_layer_config"]
+    assert heads["2"] == heads["4"] == {"head_dim": 14, "num_key_value_heads": 2}
+    config = FAMILIES["gemma4"]
+    assert isinstance(config, Gemma4Config) and config.wide == WideHeads(num_kv_heads=2, head_dim=14)
+    written = config_to_hf(config, 118)
+    assert "per_layer_config" not in written and config_from_hf(written) == config
+    (short := {**written, "attention_k_eq_v": False}).pop("rope_parameters")
+    projected = config_from_hf(short)
+    assert isinstance(projected, Gemma4Config)  # the second number is of models without values of their own
+    assert projected.wide == WideHeads(num_kv_heads=4, head_dim=14, keys_are_values=False)
+    theirs = transformers.AutoConfig.for_model("gemma4_text").rope_parameters
+    assert theirs == config_to_hf(projected, 118)["rope_parameters"]
+    same = config_from_hf({**short, "global_head_dim": 10})
+    assert isinstance(same, Gemma4Config) and same.wide is None and config_from_hf(config_to_hf(same, 118)) == same
+    last = config_from_hf({**written, "layer_types": ["sliding_attention"] * 5})  # transformers changes the last
+    assert last.layer_types == ("sliding_attention",) * 4 + ("full_attention",)
+    assert config_from_hf({**written, "use_bidirectional_attention": "vision"}) == config  # of images alone
+    for other in ({"2": heads["2"]}, {**heads, "4": {"head_dim": 18}}, {**heads, "4": {**heads["4"], "sinks": 1}}):
+        with pytest.raises(ConfigError, match=r"computes one head_dim and one num_key_value_heads of all.*\[2, 4\]"):
+            config_from_hf({**by_layer, "per_layer_config": other})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256, which needs embeddings of each layer"),
+        ({"num_kv_shared_layers": 20}, r"20, which needs layers that attend with the keys and values of others"),
+        ({"use_double_wide_mlp": True}, r"use_double_wide_mlp True, which needs MLPs of two widths"),
+        ({"enable_moe_block": True}, r"enable_moe_block True, which needs experts beside an MLP"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'; lockstep has causal attention"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6}}}, "computes 'default' and"),
+    ],
+)
+def test_what_gemma_4_needs_beside_its_dense_model_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        config_from_hf({**config_to_hf(FAMILIES["gemma4"], 118), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"numerics": "exact"}, "numerics is exact, and Gemma 4 has norms of values"),
+        ({"num_layers": 8}, "some layers have sliding_attention, and the last one has full_attention"),
+        ({"wide": WideHeads(num_kv_heads=3)}, "wide.num_kv_heads must divide num_heads"),
+        ({"wide": WideHeads(head_dim=7)}, "wide.head_dim must be even"),
+    ],
+)
+def test_a_gemma_4_that_cannot_be_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        dataclasses.replace(Gemma4Config(), **changes)
+
+
+def test_a_part_of_the_pairs_is_rotated_with_the_frequencies_of_whole_heads() -> None:
+    with pytest.raises(ConfigError, match="rotated_part must be more than 0 and at most 1"):
+        ProportionalRotary(rotated_part=0.0)
+    whole = RotaryConfig(theta=100.0, linear_factor=2.0).frequencies(8)
+    rope = ProportionalRotary(theta=100.0, linear_factor=2.0, rotated_part=0.5)
+    assert rope.frequencies(8).tolist() == [*whole[:2].tolist(), 0.0, 0.0] and rope.rotated(8) == 8
 
 
 def test_yarn_of_olmo_3_is_of_layers_with_full_attention() -> None:
@@ -594,7 +659,6 @@ def test_a_model_is_stored_as_the_first_family_that_loses_nothing() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, r"\['LlamaForSequenceClassification'\]"),
         ({"architectures": ["MistralForCausalLM"]}, r"\['MistralForCausalLM'\] and model_type 'llama', .*contradict"),
         ({"transformers_weights": "other.safetensors"}, r"transformers_weights 'other\.safetensors', the file"),
-        ({"architectures": ["Gemma4ForCausalLM"]}, r"Gemma4.*needs heads of another size in layers without a window"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, r"DeepseekV32.*needs attention to positions that an indexer"),
         ({**SEES, "model_type": "llama"}, r"\['Qwen3_5ForConditionalGeneration'\] \(model_type 'llama'\)"),
         (SEES, r"has no text_config; lockstep needs it"),

@@ -85,11 +85,12 @@ def test_in_blocks_of_queries_and_with_all_scores(mesh, values):
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_kernel_of_a_split_row(packed, monkeypatch):
     """As TPUs run it, but interpreted."""
-    from lockstep.models import llama
+    from lockstep.models import llama_attention
 
     values = {"length": 512, "packed": packed}
     one = differentiate("1,1,1", 1, **values)
-    monkeypatch.setattr(llama, "self_attention", functools.partial(llama.self_attention, interpret=True))
+    interpreted = functools.partial(llama_attention.self_attention, interpret=True)
+    monkeypatch.setattr(llama_attention, "self_attention", interpreted)
     check(one, differentiate("cp=2,tp=2", 4, attn_backend="splash", **values))
 
 
