@@ -49,6 +49,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from lockstep.launch import without_debug
 
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no character that its encoding does not have ends a command
     arguments, debug = without_debug(sys.argv[1:])
@@ -58,6 +59,13 @@ def main() -> None:
     from lockstep.hosts import run_main
 
     run_main(lambda: run(arguments), debug=debug)
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that are closed, as by ``>&-``, to nowhere: else a file of ours takes such a number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
 
 
 def run_alone(arguments: Sequence[str], debug: bool) -> int:

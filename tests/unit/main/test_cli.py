@@ -187,3 +187,9 @@ def test_what_stdout_cannot_take_ends_no_command(command, shell, made, results, 
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob(made)) and "Traceback" not in done.stderr
+
+
+def test_a_job_whose_terminal_is_closed_goes_on():
+    """Python has None in place of such a stream, which the launcher asked whether it is a terminal."""
+    program = shlex.join([sys.executable, "-m", "lockstep", "launch", "--", sys.executable, "-c", "print(1)"])
+    assert subprocess.run(["sh", "-c", f"{program} <&- >&- 2>&-"]).returncode == 0

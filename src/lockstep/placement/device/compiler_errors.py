@@ -78,7 +78,7 @@ def explain(name: str, mesh: Mapping[str, int], error: Exception) -> CompilerErr
                 needed=needed,
                 limit=limit,
             )
-    first = " ".join(text.split())
+    first = " ".join(text.split()) or type(error).__name__  # an assertion of JAX or XLA has no text
     return CompilerError(
         f"program {name!r} does not compile on the mesh {dict(mesh)}: {first[:_SHOWN]}"
         f"{'…' if len(first) > _SHOWN else ''}"

@@ -48,3 +48,4 @@ def test_anything_else_is_named_and_cut_short():
     assert type(error) is CompilerError
     assert "program 'decode' does not compile on the mesh {'tp': 2}: mosaic x" in str(error)
     assert len(str(error)) < 500
+    assert str(explain("reshard", {}, AssertionError())).endswith("on the mesh {}: AssertionError"), "it has no text"
