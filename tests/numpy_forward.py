@@ -170,6 +170,29 @@ def glm_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array
     return out
 
 
+def gemma4_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
+    """Gemma 4: ``x`` is the stream before the norm; an MLP and experts, each between norms of its own, are added."""
+
+    def norm(name: str, values: Array) -> Array:
+        return normalised(family, config, values, tensors[f"{name}.weight"])
+
+    out = dense(family, config, tensors, norm("pre_feedforward_layernorm", x))
+    if not config["enable_moe_block"]:
+        return out
+    router, width = tensors.below("router"), x.shape[-1]
+    inputs = normalised(family, config, x, np.ones(width)) * router["scale"] * width**-0.5
+    gate_up, down = tensors["experts.gate_up_proj"], tensors["experts.down_proj"]
+    routed_inputs, answers = norm("pre_feedforward_layernorm_2", x), np.zeros_like(x)
+    shares = softmax(linear(router, "proj", inputs))
+    for place in np.ndindex(x.shape[:-1]):
+        chosen = np.argsort(-shares[place], kind="stable")[: config["top_k_experts"]]
+        for index in chosen:
+            gate, up = np.split(gate_up[index] @ routed_inputs[place], 2)
+            share = shares[place][index] / shares[place][chosen].sum() * router["per_expert_scale"][index]
+            answers[place] += share * (down[index] @ (family.activation(gate) * up))
+    return norm("post_feedforward_layernorm_1", out) + norm("post_feedforward_layernorm_2", answers)
+
+
 def minimax_moe(family: Family, config: Config, tensors: Tensors, x: Array) -> Array:
     """MiniMax-M2: as GLM-4.5 with one group and no expert for all tokens, and the names of Mixtral."""
     moe = tensors.below("block_sparse_moe")
@@ -265,7 +288,9 @@ def query_factors(rope: Config, length: int) -> Array:
 
 
 GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-GEMMA4 = Family(gelu_tanh, norms=GEMMA_NORMS, scaled_embedding=True, norms_values=True)
+GEMMA4 = Family(
+    gelu_tanh, norms=(*GEMMA_NORMS[:2], None, GEMMA_NORMS[3]), scaled_embedding=True, norms_values=True, mlp=gemma4_moe
+)
 GEMMA = Family(gelu_tanh, norm_plus_one=True, norms=GEMMA_NORMS, scaled_embedding=True)
 OLMO_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 GLM_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")

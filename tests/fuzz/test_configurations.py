@@ -89,6 +89,10 @@ OUR_NAMES = {
 def as_published(family: str) -> dict[str, dict[str, Any]]:
     """The configuration of a family in the spelling of transformers 5 and in that of 4."""
     hf = json.loads((GOLDEN / family / "config.json").read_text())
+    if (by_layer := hf.pop("per_layer_config", None)) is not None:  # of transformers 5.24; as checkpoints have it
+        (kv_heads,) = {heads["num_key_value_heads"] for heads in by_layer.values()}
+        (head_dim,) = {heads["head_dim"] for heads in by_layer.values()}
+        return {"new": {**hf, "num_global_key_value_heads": kv_heads, "global_head_dim": head_dim}}  # 4 has no class
     rope = hf.get("rope_parameters")
     old = {key: value for key, value in hf.items() if key != "rope_parameters"}
     full = rope.get("full_attention", rope)

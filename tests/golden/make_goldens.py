@@ -34,7 +34,7 @@ NAMES = (
     "llama3 llama_tied mistral qwen2 qwen3 gemma2 gemma3 olmo2 phi3 mixtral qwen3_moe qwen3_moe_mixed "
     "qwen2_moe gpt_oss glm4 glm4_moe cohere2 qwen3_next deepseek_v3 deepseek_v3_lite qwen3_5 qwen3_5_moe "
     "deepseek_v2 deepseek_v2_lite olmo3 gemma granite smollm3 seed_oss ernie4_5 exaone4 glm4_moe_lite "
-    "ministral3 olmoe minimax_m2 hunyuan_v1_dense hunyuan_v1_moe mistral4 arcee gemma4"
+    "ministral3 olmoe minimax_m2 hunyuan_v1_dense hunyuan_v1_moe mistral4 arcee gemma4 gemma4_moe"
 ).split()
 """In this order: the seed of a family is its place, so that a new one comes last."""
 
@@ -67,6 +67,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
                 parameter.copy_(noise)
             elif name.endswith("gate_up_proj") and "GptOss" in type(model).__name__:
                 parameter.copy_(noise * 6 / parameter.shape[-1] ** 0.5)  # beyond the clamps
+            elif name.endswith(("router.scale", "per_expert_scale")):
+                parameter.copy_(1 + 0.3 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
             else:

@@ -1,5 +1,6 @@
 """Layers with and without a window in one model, through the TPU compiler: in its kernels the window is a constant."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from lockstep.engine import Engine, EngineConfig
 from lockstep.engine.sizing.memory_model import MemoryModel
 from lockstep.models import LlamaConfig, RotaryConfig, Variant, find_preset
 from lockstep.models.families.family import ModelPreset
-from lockstep.models.families.gemma4 import Gemma4Config, Gemma4Variant, WideHeads
+from lockstep.models.families.gemma4 import Gemma4Config, Gemma4Variant, NormedExperts, WideHeads
 from lockstep.models.families.olmo3 import Olmo3Config, Olmo3Variant
 from lockstep.placement import make_mesh
 from lockstep.plan.traffic import copies
@@ -90,23 +91,31 @@ GEMMA4 = Gemma4Config(
     variant=Gemma4Variant(sliding_window=512, full_attention_every=3),
     wide=WideHeads(num_kv_heads=2, head_dim=512),
 )
+EXPERTS = NormedExperts(num_experts=16, num_experts_per_tok=4, intermediate_dim=256, shared_intermediate_dim=1024)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slice_", ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.nightly)])
-def test_heads_of_two_sizes_are_read_from_one_pool_in_place(slice_):
+@pytest.mark.parametrize(
+    ("config", "slice_"),
+    [
+        (GEMMA4, "v5p-8"),
+        pytest.param(GEMMA4, "v6e-4", marks=pytest.mark.nightly),
+        pytest.param(dataclasses.replace(GEMMA4, experts=EXPERTS), "v5p-8", marks=pytest.mark.nightly),
+    ],
+)
+def test_heads_of_two_sizes_are_read_from_one_pool_in_place(config, slice_):
     mesh = make_mesh("auto", list(topology(slice_).devices))
-    weights = weights_on(mesh, ModelPreset(config=GEMMA4, vocab_size=1024), "bfloat16")
+    weights = weights_on(mesh, ModelPreset(config=config, vocab_size=1024), "bfloat16")
     params = SamplingParams(max_new_tokens=64, temperature=0.7)
     requests = [Request(prompt_id=i, prompt_tokens=tuple(range(400)), params=params) for i in range(32)]
     engine = Engine(EngineConfig(layout={"tensor": 2}, max_seq_len=512, memory_bytes_per_device=1 << 30), mesh)
-    engine.prepare((GEMMA4, weights), requests)
+    engine.prepare((config, weights), requests)
     text = engine.sizing.describe()
     assert "which takes heads of one shape, and layers here have heads of 256 and 512 numbers" in text
     assert "K and V of 1 heads of 512 (in pages of which 50% is unused) in 2 layers" in text
     sizes, predicted = engine.sizes, MemoryModel(engine.decode_model).temporaries(engine.sizes)
     for name in ("prefill", "decode"):
         memory, hlo = engine.programs[name].memory(), Hlo(engine.programs[name].text(), ())
-        assert not copies(hlo, (GEMMA4.num_layers * sizes.pages, sizes.page_size, 8, 256)), name
+        assert not copies(hlo, (config.num_layers * sizes.pages, sizes.page_size, 8, 256)), name
         assert memory.alias_size_in_bytes == sizes.pages * sizes.page_size * engine.decode_model.kv_bytes
         assert memory.temp_size_in_bytes <= predicted[name], name

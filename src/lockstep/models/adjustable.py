@@ -157,7 +157,7 @@ def adjustable_logits(
                 scores = jnp.concatenate([scores, nothing], axis=-1)
             return jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores)[..., : ids.shape[1]], v)
 
-        def experts(h: Array) -> tuple[Array, None]:
+        def experts(h: Array, of_router: Array | None) -> tuple[Array, None]:
             return ops.mixture(w, h), None
 
         def dense(h: Array) -> tuple[Array, None]:

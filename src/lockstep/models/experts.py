@@ -7,7 +7,7 @@ token's experts answer does not depend on the other tokens.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,9 @@ class Experts:
     """The number of groups that a token's experts are of."""
     routed_scaling_factor: float = 1.0
     """The factor of the weights."""
+    own_norms: ClassVar[bool] = False
+    """Whether the shared expert and the others have norms of their own, before and after, and the router a scale of its
+    inputs and a factor of each expert (Gemma 4)."""
     load_balancing_coef: float = 0.001
     """The factor of the load-balancing loss (Switch Transformers, https://arxiv.org/abs/2101.03961, equation 4), summed
     over a token's experts as in transformers and Levanter: it is their number where all are used evenly. 0 for none."""
@@ -232,11 +235,13 @@ def route(
     experts: Experts,
     replayed: Int[Array, "token choice"] | None = None,
     *,
+    factors: Float[Array, " expert"] | None = None,
     exact: bool = False,
 ) -> Routing:
     """Return the experts of tokens. Logits are products in float32 on every backend, for a tie decides by rounding.
 
     Args:
+        factors: Those of the weights of experts; None for 1.
         exact: Whether the bits of a token depend on no other (``numerics: exact``).
         replayed: The experts to take, whose weights are those of these logits (R3, https://arxiv.org/abs/2510.11370,
             equation 5); -1 for those with the largest scores. None for these alone.
@@ -269,6 +274,8 @@ def route(
         weights = jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
     if experts.routed_scaling_factor != 1:
         weights *= experts.routed_scaling_factor
+    if factors is not None:
+        weights *= factors.astype(jnp.float32)[chosen]
     if exact:
         weights = barrier(weights)
     return Routing(chosen, weights, logits, scores)

@@ -26,6 +26,8 @@ type Recur = Callable[[Array, Array, DeltaGates], Array]
 returns what positions read, with the axes of rows."""
 type FeedForward = Callable[[Array], tuple[Array, Any]]
 """Takes the stream after the norm; returns what the MLP or the experts answer, and whatever else is known of these."""
+type OfExperts = Callable[[Array, Array | None], tuple[Array, Any]]
+"""Takes the inputs of experts, and those of their router where these differ; returns the same as `FeedForward`."""
 
 
 class Ops(Protocol):
@@ -137,7 +139,9 @@ def layer(
     else:
         attended = linear_attention(ops, config, w, h, attend)
     x = stream(x + added(attended, w.attn_post_norm))
-    h = h if config.variant.parallel else gated_norm(ops, x, w.mlp_norm, w.mlp_norm_down, w.mlp_norm_up)
+    if not config.variant.parallel:
+        # Where experts have norms of their own, feed_forward has all of them.
+        h = x if w.routed_norm is not None else gated_norm(ops, x, w.mlp_norm, w.mlp_norm_down, w.mlp_norm_up)
     h, chosen = mlp(h)
     x = stream(x + added(h, w.mlp_post_norm))
     if w.layer_scalar is not None:
@@ -325,13 +329,13 @@ def _rotate_latent(ops: Ops, config: LlamaConfig, x: Array, rotary: tuple[Array,
 
 
 def feed_forward(
-    ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, experts: FeedForward
+    ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array, experts: OfExperts
 ) -> tuple[Float[Array, "*row embed"], Any]:
     """The answer of the MLP, or of a token's experts and the one that all tokens share.
 
     Args:
-        w: The weights of the layer, of which norms and attention are not read.
-        h: The stream after the norm.
+        w: The weights of the layer, of which norms but those of experts, and attention, are not read.
+        h: The stream after the norm; before it where experts have norms of their own.
         experts: Called where there is a router; its answer is a part, as that of `Ops.part`.
 
     Returns:
@@ -340,13 +344,22 @@ def feed_forward(
     if w.router is None:
         part = _mlp_part(ops, w, h, (w.gate, w.up, w.down), ops.local(config.intermediate_dim), "mlp")
         return ops.total(part), None
-    part, chosen = experts(h)
+    if w.routed_norm is not None:
+        scaled = block.unit_norm(h, ops.epsilon) * (ops.array(w.router_scale) * config.hidden_dim**-0.5).astype(h.dtype)
+        part, chosen = experts(ops.norm(h, w.routed_norm), scaled)
+        shared = ops.norm(ops.total(_shared_part(ops, config, w, ops.norm(h, w.mlp_norm))), w.shared_post_norm)
+        return shared + ops.norm(ops.total(part), w.routed_post_norm), chosen
+    part, chosen = experts(h, None)
     if w.shared_up is not None:
-        assert config.experts is not None and config.experts.shared_intermediate_dim is not None
-        width = ops.local(config.experts.shared_intermediate_dim)
-        shared = _mlp_part(ops, w, h, (w.shared_gate, w.shared_up, w.shared_down), width, "shared_mlp")
+        shared = _shared_part(ops, config, w, h)
         part = ops.fix(part + (shared if w.shared_router is None else ops.gate(shared, h, w.shared_router)))
     return ops.total(part), chosen
+
+
+def _shared_part(ops: Ops, config: LlamaConfig, w: LayerWeights, h: Array) -> Float[Array, "*row embed"]:
+    assert config.experts is not None and config.experts.shared_intermediate_dim is not None
+    width = ops.local(config.experts.shared_intermediate_dim)
+    return _mlp_part(ops, w, h, (w.shared_gate, w.shared_up, w.shared_down), width, "shared_mlp")
 
 
 def _mlp_part(

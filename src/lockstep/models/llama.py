@@ -99,9 +99,11 @@ class LlamaLayer(eqx.Module):
         w = LayerWeights(**{name: weight for name, weight in parts.items() if name in STACKED})
         axes = (*ops.rows, x.resolve_axis("embed"))
 
-        def experts(h: Array) -> tuple[Array, RouterSums]:
+        def experts(h: Array, of_router: Array | None) -> tuple[Array, RouterSums]:
             assert isinstance(self.mlp, LlamaExperts)
-            answers, sums = self.mlp(hax.named(h, axes), segment_ids if counted is None else counted, engine)
+            routed_by = None if of_router is None else hax.named(of_router, axes)
+            own_counted = segment_ids if counted is None else counted
+            answers, sums = self.mlp(hax.named(h, axes), own_counted, engine, routed_by)
             return answers.array, sums
 
         stream, sums = layer(

@@ -1,6 +1,7 @@
 """The MLP of the trainable model, and the mixture of experts in its place, on named axes."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -23,6 +24,7 @@ from lockstep.models.experts import RouterSums, route
 from lockstep.models.low_rank import AdaptedWeight, Weight
 from lockstep.models.named_block import weight_axes
 from lockstep.models.remat import scan_policy
+from lockstep.models.weight_sizes import OWN_NORMS
 from lockstep.placement import PARAMETER_AXES, axes_of, gather
 from lockstep.placement.device import auto_axes
 
@@ -87,6 +89,11 @@ class LlamaExperts(eqx.Module):
     shared_up: Weight | None
     shared_down: Weight | None
     shared_router: NamedArray | None
+    shared_post_norm: NamedArray | None
+    routed_norm: NamedArray | None
+    routed_post_norm: NamedArray | None
+    router_scale: NamedArray | None
+    router_factors: NamedArray | None
     config: LlamaConfig = eqx.field(static=True)
 
     @classmethod
@@ -116,16 +123,22 @@ class LlamaExperts(eqx.Module):
             shared_up=projection(keys_of_shared[1], "shared_up", shared),
             shared_down=projection(keys_of_shared[2], "shared_down", shared),
             shared_router=projection(keys_of_shared[3], "shared_router", experts.shared_router),
+            **{name: hax.ones(weight_axes(config, name)) if experts.own_norms else None for name in OWN_NORMS},
             config=config,
         )
 
     def __call__(
-        self, x: NamedArray, counted: NamedArray | None, engine: EngineRouting | None = None
+        self,
+        x: NamedArray,
+        counted: NamedArray | None,
+        engine: EngineRouting | None = None,
+        of_router: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterSums]:
         """Map ``[batch, position, embed]`` to the same axes; each device routes the rows that it has.
 
         Args:
             counted: 0 for each position that is not in the sums, such as the document of padding; None: all are.
+            of_router: The router's inputs ``[batch, position, embed]``; None for ``x``.
 
         Returns:
             The sum of what the experts answer, without the shared one, and the router's sums.
@@ -144,18 +157,12 @@ class LlamaExperts(eqx.Module):
 
         weights, specs = self._weights(fsdp, width)
 
-        def whole(spec: PartitionSpec, weight: Any) -> Any:
-            if fsdp is None or weight is None or fsdp not in spec:
-                return weight
-            # Gathered here, its gradient is scattered while it is summed; XLA would sum all of it on every device.
-            return gather(weight, fsdp, tuple(spec).index(fsdp))
-
         replays = engine is not None and engine.replayed
 
         def compute(
-            tokens: Array, valid: Array, chosen: Any, router: Array, router_bias: Any, weights: ExpertWeights
+            tokens: Array, valid: Array, chosen: Any, routed_by: Any, router: Any, weights: ExpertWeights
         ) -> Any:
-            weights = jax.tree.map(whole, specs, weights)
+            weights = jax.tree.map(functools.partial(_whole, fsdp), specs, weights)
             if weights.down_bias is not None and sharded and width is not None:  # in the sum of devices once
                 first = jax.lax.axis_index(width) == 0
                 weights = weights._replace(down_bias=jnp.where(first, weights.down_bias, 0))
@@ -163,7 +170,9 @@ class LlamaExperts(eqx.Module):
             chosen = None if chosen is None else chosen.reshape(len(flat), -1).astype(jnp.int32)
             # Experts of its own are replayed too: gradients then have the same bits where an engine's are no others.
             own = jnp.full((len(flat), experts.num_experts_per_tok), -1, jnp.int32)
-            routing = route(flat, router, router_bias, experts, chosen if replays else own)
+            matrix, router_bias, factors = router
+            inputs = flat if routed_by is None else routed_by.reshape(flat.shape)
+            routing = route(inputs, matrix, router_bias, experts, chosen if replays else own, factors=factors)
             answers = mixture(flat, routing, weights, self.config.variant.activation)
             if sharded and width is not None:
                 answers = jax.lax.psum(answers, width)
@@ -175,14 +184,15 @@ class LlamaExperts(eqx.Module):
             compute = jax.shard_map(
                 compute,
                 mesh=mesh,
-                in_specs=(split, split, split, PartitionSpec(), PartitionSpec(), specs),
+                in_specs=(split, split, split, split, PartitionSpec(), specs),
                 out_specs=(split, PartitionSpec(rows)),
                 axis_names=auto_axes(mesh),
                 check_vma=False,
             )
-        bias = None if self.router_bias is None else self.router_bias.array
+        router = tuple(map(_matrices, (self.router, self.router_bias, self.router_factors)))
+        routed_by = None if of_router is None else of_router.rearrange(axes).array
         chosen = None if engine is None else engine.experts.rearrange((*axes[:-1], "choice")).array
-        answers, sums = compute(tokens, valid, chosen, self.router.array, bias, weights)
+        answers, sums = compute(tokens, valid, chosen, routed_by, router, weights)
         answers = hax.named(answers, axes).rearrange(x.axes)
         return answers, jax.tree.map(lambda leaf: leaf.sum(axis=0), sums)
 
@@ -198,6 +208,14 @@ class LlamaExperts(eqx.Module):
             up_bias=PartitionSpec(None, width),
             down_bias=PartitionSpec(None, fsdp),
         )
+
+
+def _whole(fsdp: str | None, spec: PartitionSpec, weight: Any) -> Any:
+    """The whole weight, of which devices along an axis have parts."""
+    if fsdp is None or weight is None or fsdp not in spec:
+        return weight
+    # Gathered here, its gradient is scattered while it is summed; XLA would sum all of it on every device.
+    return gather(weight, fsdp, tuple(spec).index(fsdp))
 
 
 def _matrices(weight: Weight | None) -> Any:

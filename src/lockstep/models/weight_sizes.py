@@ -18,6 +18,9 @@ from lockstep.models.weights import (
     attention_of,
 )
 
+OWN_NORMS: Final = ("routed_norm", "routed_post_norm", "shared_post_norm", "router_scale", "router_factors")
+"""The weights of experts that have norms of their own."""
+
 HEAD_AXES: Final = ("kv_head", "group", "head")
 """The axes that may be flattened into fewer, in this order."""
 
@@ -151,6 +154,7 @@ def _presence(config: LlamaConfig) -> dict[str, tuple[str, bool]]:
             variant.gated_attention,
             {"gated_q": variant.gated_attention, "q": not (variant.gated_attention or low_rank)},
         ),
+        "experts": (config.experts, dict.fromkeys(OWN_NORMS, config.experts is not None and config.experts.own_norms)),
         "experts.scoring": (scoring, {"router_bias": scoring not in (None, "softmax") or variant.fused_gate}),
         "linear_attention": (
             config.linear_attention,

@@ -81,6 +81,11 @@ class LayerWeights:
     shared_up: Float[Array, "layer embed shared_mlp"] | None = None
     shared_down: Float[Array, "layer shared_mlp embed"] | None = None
     shared_router: Float[Array, "layer embed one"] | None = None
+    shared_post_norm: Float[Array, "layer embed"] | None = None
+    routed_norm: Float[Array, "layer embed"] | None = None
+    routed_post_norm: Float[Array, "layer embed"] | None = None
+    router_scale: Float[Array, "layer embed"] | None = None
+    router_factors: Float[Array, "layer expert"] | None = None
     attn_norm: Float[Array, "layer embed"] | None = None
     attn_norm_down: Float[Array, "layer embed rank"] | None = None
     attn_norm_up: Float[Array, "layer rank embed"] | None = None
@@ -201,7 +206,9 @@ def attention_of(weight: str) -> str | None:
 MLP_WEIGHTS: Final = ("gate", "up", "down")
 """Names of the weights of a layer that has an MLP, beside those that all layers have."""
 
-SPARSE_WEIGHTS: Final = frozenset(name for name in WEIGHT_AXES if name.startswith(("router", "expert_", "shared_")))
+SPARSE_WEIGHTS: Final = frozenset(
+    name for name in WEIGHT_AXES if name.startswith(("router", "routed_", "expert_", "shared_"))
+)
 """Names of the weights of a layer that has experts instead."""
 
 

@@ -60,7 +60,7 @@ def test_all_operations_compute_the_same_layer(name: str) -> None:
 
     def run(ops: Any, w: Any) -> jax.Array:
         def mlp(h: jax.Array) -> Any:
-            return feed_forward(ops, config, w, h, lambda h: pytest.fail("there are no experts"))
+            return feed_forward(ops, config, w, h, lambda h, of_router: pytest.fail("there are no experts"))
 
         stream, chosen = layer(ops, config, w, x, turns, attend, mlp)
         assert chosen is None and stream.shape == x.shape

@@ -21,7 +21,8 @@ def test_every_weight_is_split_or_small() -> None:
     norms = {"attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "final_norm", "embed_norm", "q_norm", "k_norm"}
     norms |= {"linear_norm", "wide_q_norm", "wide_k_norm"}  # of a head, the same for all heads
     gates = {f"{norm}_norm_{side}" for norm in ("attn", "mlp", "embed", "final") for side in ("down", "up")}
-    scalars = {"layer_scalar", "xielu_p", "xielu_n", "xielu_beta", "xielu_eps"}
+    norms |= {"shared_post_norm", "routed_norm", "routed_post_norm", "router_scale"}
+    scalars = {"router_factors", "layer_scalar", "xielu_p", "xielu_n", "xielu_beta", "xielu_eps"}
     latents = {"q_a", "q_a_norm", "kv_a", "kv_a_norm"}
     assert set(WEIGHT_AXES) - set(TENSOR_DIMS) == norms | gates | scalars | latents | {
         "router",

@@ -18,6 +18,7 @@ def answer_of_experts(
     valid: Bool[Array, " token"],
     layer: Int[Array, ""] | None,
     replayed: Int[Array, "token choice"] | None = None,
+    of_router: Float[Array, "token embed"] | None = None,
 ) -> tuple[Float[Array, "token embed"], Routing]:
     """Return the weighted sum of what each token's experts answer, and which they are.
 
@@ -27,10 +28,12 @@ def answer_of_experts(
         w: The weights of the layer; those of experts are stacked where ``layer`` is not None (`mixture`).
         valid: Which tokens matter.
         replayed: The experts to take (`route`).
+        of_router: The router's inputs; None for the tokens.
     """
     experts = config.experts
     assert experts is not None and w.router is not None
-    routing = route(tokens, w.router, w.router_bias, experts, replayed, exact=config.exact)
+    inputs = tokens if of_router is None else of_router
+    routing = route(inputs, w.router, w.router_bias, experts, replayed, factors=w.router_factors, exact=config.exact)
     count = jax.tree.leaves(w.expert_down)[0].shape[0 if layer is None else 1]
     whole = count < experts.num_experts
     device = jax.lax.axis_index(decode_mesh.tensor_axes) if decode_mesh.tensor > 1 else 0

@@ -353,10 +353,11 @@ class Transformer:
         Every device of a replica has all tokens, and its share of the experts, or of the width of each.
         """
 
-        def experts(h: Array) -> tuple[Array, Array]:
+        def experts(h: Array, of_router: Array | None) -> tuple[Array, Array]:
             answers, routing = answer_of_experts(
                 self.config, self.decode_mesh, w, h.reshape(-1, h.shape[-1]),
                 valid=valid, layer=index if self._stacked_experts else None, replayed=replayed,
+                of_router=None if of_router is None else of_router.reshape(-1, h.shape[-1]),
             )  # fmt: skip
             return answers.reshape(h.shape), routing.experts
 

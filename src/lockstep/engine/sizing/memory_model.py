@@ -194,7 +194,7 @@ class MemoryModel:
         if not self._tpu or self.model.gathered:
             return 0
         names: tuple[str, ...] = ("q", "gated_q", "linear_qkvz", "linear_q", "linear_k", "linear_v", "linear_z")
-        names += () if self._kernel and self.model.heads.kv_heads == 1 else ("k", "v")
+        names += () if self._kernel and self.model.heads.kv_heads == 1 else ("k", "v", "wide_q", "wide_k", "wide_v")
         copies = 1 if self._kernel else 2
         return copies * sum(weight.decode_bytes for weight in self.model.leaves if weight.name in names)
 

@@ -14,12 +14,13 @@ from lockstep.config_fields import check_fields
 from lockstep.errors import ConfigError, check_at_least
 from lockstep.models import block
 from lockstep.models.config import LlamaConfig, ModelConfig
+from lockstep.models.experts import Experts
 from lockstep.models.families import gemma2, llama
 from lockstep.models.families.family import Family, layer_types_to_hf, preset, windows
 from lockstep.models.layer_kinds import every_nth_full
 from lockstep.models.rope import RotaryConfig, required
 from lockstep.models.variant import Variant
-from lockstep.models.weights import WIDE
+from lockstep.models.weights import MLP_WEIGHTS, WIDE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,13 @@ class WideHeads:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NormedExperts(Experts):
+    """Experts beside an MLP, which is the shared one; each with norms of its own."""
+
+    own_norms = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Variant(Variant):
     """The switches of Gemma 4."""
 
@@ -97,6 +105,8 @@ class Gemma4Config(LlamaConfig):
     variant: Gemma4Variant = dataclasses.field(default_factory=Gemma4Variant)
     wide: WideHeads | None = WideHeads()
     """The heads of layers without a window. Null where they are as those of the others."""
+    experts: NormedExperts | None = None
+    """The experts beside the MLP of each layer, whose width is ``shared_intermediate_dim`` (26B-A4B). Null for none."""
 
     norms_values = layer_scalars = True
 
@@ -106,6 +116,16 @@ class Gemma4Config(LlamaConfig):
             raise ConfigError(
                 "numerics is exact, and Gemma 4 has norms of values, whose sums are not exact yet. Set numerics to "
                 "fast."
+            )
+        if self.experts is not None and self.experts.shared_intermediate_dim != self.intermediate_dim:
+            raise ConfigError(
+                f"experts.shared_intermediate_dim is {self.experts.shared_intermediate_dim} and intermediate_dim is "
+                f"{self.intermediate_dim}; both are the width of the MLP beside experts. Set them to the same number."
+            )
+        if self.experts is not None and self.experts.mlp_only_layers:
+            raise ConfigError(
+                f"experts.mlp_only_layers is {list(self.experts.mlp_only_layers)}; all layers of Gemma 4 have experts, "
+                "or none. Leave it out."
             )
         if self.wide is None:
             return
@@ -165,7 +185,6 @@ _NOT_COMPUTED: Final = {
     "hidden_size_per_layer_input": "embeddings of each layer (E2B, E4B)",
     "num_kv_shared_layers": "layers that attend with the keys and values of others (E2B, E4B)",
     "use_double_wide_mlp": "MLPs of two widths (E2B)",
-    "enable_moe_block": "experts beside an MLP, each with norms of its own (26B-A4B)",
 }
 """Settings of other models of the family, and what they need."""
 
@@ -174,8 +193,8 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     for key, need in _NOT_COMPUTED.items():
         if hf[key]:
             raise ConfigError(
-                f"the checkpoint has {key} {hf[key]!r}, which needs {need}; lockstep computes Gemma 4 as its dense 31B "
-                f"has it, with {key} {type(hf[key])()!r}. Choose a checkpoint such as google/gemma-4-31B."
+                f"the checkpoint has {key} {hf[key]!r}, which needs {need}; lockstep computes Gemma 4 as its 31B and "
+                f"26B-A4B have it, with {key} {type(hf[key])()!r}. Choose a checkpoint such as google/gemma-4-31B."
             )
     if hf["use_bidirectional_attention"] not in (None, False, "vision"):  # of images, which are not read here
         raise ConfigError(
@@ -186,7 +205,16 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     types = list(hf.get("layer_types") or every_nth_full(layers, 6))
     types[-1:] = ["full_attention"]  # as in transformers, whatever the file says
     fields = windows(hf["sliding_window"], types, every=6, layers=layers)
+    if "sliding_attention" in types:
+        required(hf, "sliding_window")
     ropes = {**_ROPES, **(hf.get("rope_parameters") or {})}
+    part, beside = ropes["full_attention"].get("partial_rotary_factor"), hf.get("partial_rotary_factor")
+    if "rope_scaling" in hf or beside not in (None, part):
+        raise ConfigError(
+            f"the checkpoint has rope_scaling {hf.get('rope_scaling')} and partial_rotary_factor {beside} beside "
+            f"rope_parameters {dict(ropes)}; some versions of transformers read them, and some do not. Keep what is in "
+            "rope_parameters, for each kind of layers."
+        )
     sliding = _rope_from_hf(ropes["sliding_attention"])
     return {
         "qk_norm": True,
@@ -195,6 +223,7 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
         "rope": _rope_from_hf(ropes["full_attention"]),
         "sliding_rope": None if fields["sliding_window"] is None else _plain(sliding),
         "wide": _wide_from_hf(hf, types),
+        "experts": _experts_from_hf(hf) if hf["enable_moe_block"] else None,
     }
 
 
@@ -223,6 +252,18 @@ def _wide_from_hf(hf: Mapping[str, Any], types: list[str]) -> WideHeads | None:
     plain = WideHeads(head_dim=head_dim, num_kv_heads=kv_heads, keys_are_values=False)
     return None if wide == plain or len(full) == len(types) else wide
 
+
+def _experts_from_hf(hf: Mapping[str, Any]) -> NormedExperts:
+    fields = {name: required(hf, key) for name, key in _EXPERTS.items()}
+    return NormedExperts(**fields, shared_intermediate_dim=required(hf, "intermediate_size"), load_balancing_coef=0.0)
+
+
+_EXPERTS: Final = {
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "top_k_experts",
+    "intermediate_dim": "moe_intermediate_size",
+}
+"""Keys of ``config.json`` by the field of `Experts`."""
 
 _ROPES: Final[Mapping[str, Mapping[str, Any]]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -269,13 +310,23 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
         "attention_k_eq_v": config.keys_are_values,
         "attention_bias": False,
         **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), 0),
-        **dict.fromkeys(("use_double_wide_mlp", "enable_moe_block"), False),
+        "use_double_wide_mlp": False,
+        "enable_moe_block": config.experts is not None,
+        **{key: getattr(config.experts, name, None) for name, key in _EXPERTS.items()},
     }
 
 
 _TENSORS: Final = gemma2.TENSORS | {
     **{f"{name}_norm": llama.LAYER + f"self_attn.{name}_norm.weight" for name in "qk"},
     "layer_scalar": llama.LAYER + "layer_scalar",
+    "router": llama.LAYER + "router.proj.weight",
+    "router_scale": llama.LAYER + "router.scale",
+    "router_factors": llama.LAYER + "router.per_expert_scale",
+    **{f"expert_{name}": llama.LAYER + f"experts.{{expert}}.{name}_proj.weight" for name in MLP_WEIGHTS},
+    **{f"shared_{name}": llama.LAYER + f"mlp.{name}_proj.weight" for name in MLP_WEIGHTS},
+    "shared_post_norm": llama.LAYER + "post_feedforward_layernorm_1.weight",
+    "routed_norm": llama.LAYER + "pre_feedforward_layernorm_2.weight",
+    "routed_post_norm": llama.LAYER + "post_feedforward_layernorm_2.weight",
 }
 
 FAMILY: Final = Family(
@@ -283,6 +334,7 @@ FAMILY: Final = Family(
     model_type="gemma4_text",
     with_images=("Gemma4ForConditionalGeneration", "gemma4"),
     config=Gemma4Config,
+    packed_experts=True,
     tensors=_TENSORS | {wide: _TENSORS[name] for name, wide in WIDE.items()},
     # Those of transformers.
     defaults={
@@ -299,5 +351,12 @@ FAMILY: Final = Family(
     # The text_config of the checkpoint's config.json.
     presets={
         "gemma-4-31b": preset(Gemma4Config, (5376, 21504, 60, 32, 16), context=262144, vocab=262144),
+        "gemma-4-26b-a4b": preset(
+            Gemma4Config, (2816, 2112, 30, 16, 8), context=262144, vocab=262144, wide=WideHeads(num_kv_heads=2),
+            experts=NormedExperts(
+                num_experts=128, num_experts_per_tok=8, intermediate_dim=704, shared_intermediate_dim=2112,
+                load_balancing_coef=0.0,
+            ),
+        ),
     },
 )  # fmt: skip

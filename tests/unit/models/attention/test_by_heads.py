@@ -14,7 +14,7 @@ from lockstep.errors import LockstepError
 from lockstep.models import RotaryConfig, check_reader
 from lockstep.models.attention import page_ops
 from lockstep.models.attention.tpu import TpuAttention
-from lockstep.models.families.gemma4 import Gemma4Config, Gemma4Variant, ProportionalRotary, WideHeads
+from lockstep.models.families.gemma4 import Gemma4Config, Gemma4Variant, NormedExperts, ProportionalRotary, WideHeads
 from lockstep.placement import make_decode_mesh
 from lockstep.types import Drafts
 from tests.oracle import assert_same_logprobs, assert_same_tokens, oracle_completions
@@ -28,6 +28,12 @@ GEMMA4 = Gemma4Config(
         sliding_window=6, full_attention_every=3, sliding_rope=RotaryConfig(theta=100.0), logit_soft_cap=3.0
     ),
     wide=WideHeads(num_kv_heads=2, head_dim=12),
+)
+
+
+GEMMA4_MOE = dataclasses.replace(
+    GEMMA4,
+    experts=NormedExperts(num_experts=4, num_experts_per_tok=2, intermediate_dim=12, shared_intermediate_dim=24),
 )
 
 
@@ -73,15 +79,16 @@ def test_the_engine_answers_as_passes_without_a_cache() -> None:
 
 @pytest.mark.slow  # its sibling is the test above
 @pytest.mark.parametrize(
-    ("mesh", "engine"),
+    ("mesh", "config", "engine"),
     [
-        ("1,2,2", {"layout": {"tensor": 4}}),  # wide heads are repeated, and have more numbers than others
-        ("2,1,2", {"layout": "training"}),
-        ("1,1,2", {"layout": {"tensor": 2}, "kv_cache_dtype": "fp8"}),
+        ("1,2,2", GEMMA4, {"layout": {"tensor": 4}}),  # wide heads are repeated, and have more numbers than others
+        ("1,2,2", GEMMA4_MOE, {"layout": {"tensor": 4, "expert": 4}}),
+        ("2,1,2", GEMMA4_MOE, {"layout": "training"}),
+        ("1,1,2", GEMMA4, {"layout": {"tensor": 2}, "kv_cache_dtype": "fp8"}),
     ],
 )
-def test_layouts_repeat_and_split_both_kinds_of_heads(mesh: str, engine: dict[str, Any]) -> None:
-    assert_answers(mesh, GEMMA4, **engine)
+def test_layouts_repeat_and_split_both_kinds_of_heads(mesh: str, config: Any, engine: dict[str, Any]) -> None:
+    assert_answers(mesh, config, **engine)
 
 
 def test_a_kernel_of_one_shape_refuses_the_heads() -> None:

@@ -24,7 +24,7 @@ from lockstep.models import (
     load_config,
     skeleton,
 )
-from lockstep.models.families.gemma4 import Gemma4Config, ProportionalRotary, WideHeads
+from lockstep.models.families.gemma4 import Gemma4Config, NormedExperts, ProportionalRotary, WideHeads
 from lockstep.models.families.ministral3 import Ministral3Config
 from lockstep.models.families.mistral4 import Mistral4Config
 from lockstep.models.families.registry import FAMILIES as REGISTERED
@@ -107,7 +107,10 @@ def test_transformers_reads_what_is_written_as_its_own(family: str, tmp_path: Pa
         "hunyuan_v1_dense": {"rope_parameters"},  # the same base without alpha
         "hunyuan_v1_moe": {"rope_parameters", "output_router_logits"},  # likewise, and of transformers 5.24
         # The heads layer by layer are of transformers 5.24; the other is of inputs of each layer.
-        "gemma4": {"per_layer_config", "global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"},
+        **dict.fromkeys(
+            ("gemma4", "gemma4_moe"),
+            {"per_layer_config", "global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"},
+        ),
         "minimax_m2": {"partial_rotary_factor", "rotary_dim"},  # the same in rope_parameters
         **dict.fromkeys(("deepseek_v3", "deepseek_v3_lite"), {"rope_parameters", "pretraining_tp", "rope_scaling"}),
     }.get(family, set())
@@ -517,7 +520,7 @@ PUBLISHED = {
      ("Qwen3-Next-80B-A3B-Instruct", 79.7), ("DeepSeek-V3", 671.03), ("DeepSeek-V2", 235.74),
      ("DeepSeek-V2-Lite", 15.71), ("Ministral-3-3B-Instruct-2512", 3.43), ("Ministral-3-8B-Base-2512", 8.49),
      ("Ministral-3-14B-Instruct-2512", 13.51), ("OLMoE-1B-7B-0924-Instruct", 6.92), ("MiniMax-M2", 228.69),
-     ("Mistral-Small-4-119B-2603", 118.97), ("gemma-4-31B-it", 30.7)],
+     ("Mistral-Small-4-119B-2603", 118.97), ("gemma-4-31B-it", 30.7), ("gemma-4-26B-A4B-it", 25.2)],
 )  # fmt: skip
 def test_a_preset_has_the_parameters_of_its_checkpoint(name: str, billions: float) -> None:
     preset = find_preset(name)
@@ -572,8 +575,10 @@ def test_gemma_4_has_its_wide_heads_in_either_spelling() -> None:
     [
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256, which needs embeddings of each layer"),
         ({"num_kv_shared_layers": 20}, r"20, which needs layers that attend with the keys and values of others"),
+        ({"rope_scaling": None}, "rope_scaling None .* some versions of transformers read them, and some do not"),
+        ({"sliding_window": None}, "sliding_window: null; lockstep needs it"),
         ({"use_double_wide_mlp": True}, r"use_double_wide_mlp True, which needs MLPs of two widths"),
-        ({"enable_moe_block": True}, r"enable_moe_block True, which needs experts beside an MLP"),
+        ({"enable_moe_block": True}, "num_experts: null; lockstep needs it"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'; lockstep has causal attention"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6}}}, "computes 'default' and"),
     ],
@@ -590,6 +595,11 @@ def test_what_gemma_4_needs_beside_its_dense_model_is_refused(changes: dict[str,
         ({"num_layers": 8}, "some layers have sliding_attention, and the last one has full_attention"),
         ({"wide": WideHeads(num_kv_heads=3)}, "wide.num_kv_heads must divide num_heads"),
         ({"wide": WideHeads(head_dim=7)}, "wide.head_dim must be even"),
+        ({"experts": NormedExperts(shared_intermediate_dim=64)}, "both are the width of the MLP beside experts"),
+        (
+            {"experts": NormedExperts(shared_intermediate_dim=11008, mlp_only_layers=(0,))},
+            r"mlp_only_layers is \[0\]; all layers of Gemma 4 have experts",
+        ),
     ],
 )
 def test_a_gemma_4_that_cannot_be_is_refused(changes: dict[str, Any], text: str) -> None:
