@@ -63,8 +63,9 @@ class LlamaAttention(eqx.Module):
                 return hax.random.normal(own, weight_axes(config, name)) * config.initializer_range
             return neutral(config, name) if name.endswith("norm") else hax.zeros(weight_axes(config, name))
 
-        weights = {name: weight(name) for name in cls.__annotations__.keys() & WEIGHT_AXES.keys() - absent}
-        names = WEIGHT_AXES.keys() & {field.name for field in dataclasses.fields(cls)}
+        # In the order of the fields: hosts whose sets have another order would trace another program.
+        names = [field.name for field in dataclasses.fields(cls) if field.name in WEIGHT_AXES]
+        weights = {name: weight(name) for name in cls.__annotations__ if name in names and name not in absent}
         return cls(**dict.fromkeys(names) | weights, config=config.of_attention(cls.kind))
 
     def attend(

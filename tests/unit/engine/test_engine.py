@@ -386,8 +386,8 @@ def test_the_experts_of_tokens_are_those_of_the_training_forward(monkeypatch: py
     assert any(name.startswith("verify") for name in engine.ledger.launches)
     chosen: list[np.ndarray] = []
 
-    def recorded(*args: Any) -> Routing:
-        routing = route(*args)
+    def recorded(*args: Any, **options: Any) -> Routing:
+        routing = route(*args, **options)
         jax.debug.callback(lambda experts: chosen.append(np.asarray(experts)), routing.experts, ordered=True)
         return routing
 
