@@ -1,6 +1,10 @@
 import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -17,6 +21,7 @@ from lockstep.models.named_block import look_up
 from lockstep.models.trainable import skeleton
 from lockstep.placement import COMPUTE_AXES, PARAMETER_AXES, make_mesh, place
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 Vocab = hax.Axis("vocab", 32)
 SIZES: dict[str, Any] = {
     "max_seq_len": 16,
@@ -238,3 +243,33 @@ def test_fsdp_gathers_weights_layer_by_layer_and_never_activations() -> None:
     # The embedding stays split by columns: devices exchange those of the rows of their tokens, and gradients back.
     assert len(exchanges) == 2 and not [name for name in exchanges if "layer" in name]
     assert "32,24" not in [shape for shape, _ in gathers]
+
+
+_LOWERED = """
+import hashlib, sys
+import equinox as eqx, haliax as hax, jax, jax.numpy as jnp
+from lockstep.models import LlamaLMHeadModel, load_config
+
+def total(model, ids):
+    return model(hax.named(ids, ("batch", "position"))).array.sum()
+
+for path in sys.argv[1:]:
+    config, ids = load_config(path), jnp.zeros((2, 16), jnp.int32)
+    init = jax.jit(lambda key: LlamaLMHeadModel.init(hax.Axis("vocab", 64), config, key=key))
+    model = eqx.filter_eval_shape(init, jax.random.key(0))
+    for lowered in init.lower(jax.random.key(0)), jax.jit(jax.grad(total)).lower(model, ids):
+        print(path, hashlib.sha256(lowered.as_text().encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_programs_do_not_depend_on_the_order_of_sets():
+    """Which is another one in each process: hosts would disagree about their programs, and refuse to start."""
+    families = ("llama3", "qwen3_moe_mixed", "qwen3_next", "gemma4_moe")
+    command = [sys.executable, "-c", _LOWERED, *(str(GOLDEN / family) for family in families)]
+    processes = [
+        subprocess.Popen(command, env=os.environ | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
+        for seed in ("1", "2")
+    ]
+    first, second = (process.communicate()[0].splitlines() for process in processes)
+    assert len(first) == 2 * len(families) and second == first

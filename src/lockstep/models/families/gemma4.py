@@ -348,7 +348,7 @@ FAMILY: Final = Family(
     write=_write,
     unwritten=frozenset(("rope_theta", "rope_scaling")),
     activation_key="hidden_activation",
-    # The text_config of the checkpoint's config.json.
+    # Sizes as public pages give them; a test holds their parameters against those that are published.
     presets={
         "gemma-4-31b": preset(Gemma4Config, (5376, 21504, 60, 32, 16), context=262144, vocab=262144),
         "gemma-4-26b-a4b": preset(
