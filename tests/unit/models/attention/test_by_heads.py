@@ -58,8 +58,8 @@ def assert_answers(mesh: str, config: Gemma4Config, **engine: Any) -> Engine:
     expected = oracle_completions(model_on("1,1,1", config), requests, fp8_cache="kv_cache_dtype" in engine)
     assert_same_tokens(expected, answers)
     assert assert_same_logprobs(expected, answers) < 1e-4
-    drafted = [dataclasses.replace(each, drafts=Drafts(ngrams=True)) for each in requests]
-    assert [each.tokens for each in runner.generate(model, drafted)] == [each.tokens for each in answers]
+    drafted = [dataclasses.replace(request, drafts=Drafts(ngrams=True)) for request in requests]
+    assert [answer.tokens for answer in runner.generate(model, drafted)] == [answer.tokens for answer in answers]
     return runner
 
 
